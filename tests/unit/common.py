@@ -149,7 +149,7 @@ def fixture_function(owner: type[DistributedFixture]) -> Any:
 
     def run_fixture(**arguments: Any) -> None:
         if not isinstance(owner.world_size, int):
-            raise pytest.UsageError(f"world_size of {owner.__qualname__} is {owner.world_size!r}, must be an int")
+            pytest.fail(f"world_size of {owner.__qualname__} is {owner.world_size!r}, must be an int", pytrace=False)
         _run_in_new_group(owner, owner.world_size, _make_job(owner, "run", {}, arguments))
 
     # pytest asks the signature which fixtures to pass.
@@ -213,7 +213,7 @@ def _timeout_of(owner: type[DistributedExec]) -> float:
 
 def _make_job(owner: type, method: str, attributes: dict[str, Any], arguments: dict[str, Any]) -> Job:
     if "<locals>" in owner.__qualname__:
-        raise pytest.UsageError(f"{owner.__qualname__} is defined in a function, where ranks cannot find it")
+        pytest.fail(f"{owner.__qualname__} is defined in a function, where ranks cannot find it", pytrace=False)
     per_rank = tuple(name for name in arguments if name in PER_RANK_FIXTURES)
     pickled = {name: _pickle(name, value) for name, value in arguments.items() if name not in per_rank}
     for name, value in attributes.items():
@@ -236,16 +236,18 @@ def _pickle(name: str, value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception as error:
-        raise TypeError(
+        pytest.fail(
             f"{name} cannot be passed to the ranks of a DistributedTest: its value, a {type(value).__name__}, does not "
-            f"pickle ({type(error).__name__}: {error}). Fixtures run in the session's process and ranks get copies; "
-            f"make this object inside the test's body, or pass what it is made from"
-        ) from error
+            f"pickle ({type(error).__name__}: {error}).\nFixtures run in the session's process and ranks get copies: "
+            f"make this object inside the test's body, or pass what it is made from",
+            pytrace=False,
+        )
 
 
 def _describe_failure(outcomes: list[Outcome], timeout: float) -> str:
     """Text of a failure: one line that says what happened, then each rank, those that failed first in front."""
-    order = {"failed": 0, "died": 0, "hung": 1, "stopped": 2}
+    # A death comes to light at its peers first, as broken connections.
+    order = {"died": 0, "failed": 1, "hung": 2, "stopped": 3}
     told = sorted((o for o in outcomes if o.kind in order), key=lambda o: (order[o.kind], o.when))
     groups: list[tuple[list[int], Outcome]] = []
     for outcome in told:

@@ -16,6 +16,7 @@ import time
 import warnings
 from typing import IO, Any
 
+from unit import rank_server
 from unit.rank_server import STACK_SIGNAL, Job, Outcome, RankSpec, receive_message, send_message
 
 # Seconds that ranks get to report after another rank failed, before they are stopped. Ranks that fail for the same
@@ -71,7 +72,9 @@ class RankServer:
             self.close()
             self._errors.seek(0)
             text = self._errors.read().decode(errors="replace")
-            raise RuntimeError(f"the process that ranks are forked from is gone or stuck. Its stderr:\n{text}") from error
+            raise RuntimeError(
+                f"the process that ranks are forked from is gone or stuck. Its stderr:\n{text}"
+            ) from error
 
     def fork(self, spec: RankSpec, descriptors: list[int]) -> int:
         """Start one rank on the given socket, stdout, stderr and stack file. Returns its process id."""
@@ -126,7 +129,10 @@ class _Rank:
     def stacks(self) -> str:
         """What faulthandler has written so far. Does not move the offset, which the rank shares."""
         size = os.fstat(self._stack_file.fileno()).st_size
-        return os.pread(self._stack_file.fileno(), size, 0).decode(errors="replace")
+        text = os.pread(self._stack_file.fileno(), size, 0).decode(errors="replace")
+        # The frames below the test's body are the same in every stack; so is the list of extension modules.
+        unwanted = (f'"{rank_server.__file__}"', 'File "<string>", line 1 in <module>', "Extension modules: ")
+        return "".join(line for line in text.splitlines(True) if not any(part in line for part in unwanted))
 
     def drain(self, descriptor: int) -> bool:
         """Pass on what the rank has written to one of its outputs. Returns whether more can come."""
@@ -305,7 +311,7 @@ class RankGroup:
         return faults
 
     def kill(self) -> dict[int, int]:
-        """Kill and reap the ranks and pass on what they have written. Returns exit codes by process id."""
+        """Kill the ranks and what they started, pass on what they have written. Returns exit codes by process id."""
         members, self._ranks = self._ranks, []
         codes: dict[int, int] = {}
         try:

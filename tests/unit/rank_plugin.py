@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from unit.common import DistributedFixture, DistributedTest, RankPools, add_fixture_functions, run_test, world_sizes_of
+from unit.common import DistributedTest, RankPools, add_fixture_functions, run_test, world_sizes_of
 from unit.rank_group import close_server
 
 pytest.register_assert_rewrite("unit.util", "unit.simple_model", "unit.reference")

@@ -150,7 +150,7 @@ def _import_ahead() -> str | None:
     import torch
     import torch._dynamo  # Imported by the first optimizer made in a process, at more than a second each time.
     import torch.distributed
-    import torch.utils.data  # noqa: F401
+    import torch.utils.data
 
     torch.set_num_threads(1)
     _install_assertion_rewriting()
@@ -171,7 +171,7 @@ def _thread_count() -> int:
 
 
 def _install_assertion_rewriting() -> None:
-    """Give the ranks pytest's assertion messages.
+    """Give the ranks pytest's explanations of failed assertions.
 
     pytest has no public call for this outside a session of its own. Preparing a configuration without plugins,
     conftest and ini file is what its own entry point does first, and it installs the import hook.
@@ -206,7 +206,9 @@ def _fork_rank(spec: RankSpec, descriptors: list[int], server_connection: socket
             _die_with_parent()
             os.dup2(descriptors[1], 1)
             os.dup2(descriptors[2], 2)
-            _rank_main(spec, socket.socket(fileno=descriptors[0]), descriptors[3])
+            # Held until the very end: the session takes its closing for the end of this process.
+            connection = socket.socket(fileno=descriptors[0])
+            _rank_main(spec, connection, descriptors[3])
             _flush()
             os._exit(0)
         except BaseException:
