@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contenders: plain torch (DDP, FSDP2) and this package, behind one interface of three calls.
+
+Every contender trains with AdamW in fp32, gradients averaged over ranks in the model's dtype, and the global
+gradient norm clipped at ``CLIP``.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+CLIP = 1.0
+ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+NAMES = ("ddp", "fsdp2", "fsdp2-keep", "zero0", "zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a contender may be told.
+
+    Attributes:
+        dtype: of weights, activations and gradient communication.
+        lr: learning rate.
+        batch: samples per rank and step, for the package's config.
+        bucket: elements per reduce and all-gather bucket of this package; None leaves its default.
+        zero: further keys of the package's ``zero_optimization`` section.
+        adamw: "fused" or "foreach", for the contenders that run torch's AdamW.
+    """
+
+    dtype: torch.dtype
+    lr: float
+    batch: int
+    bucket: int | None = None
+    zero: dict[str, Any] = field(default_factory=dict)
+    adamw: str = "fused"
+
+
+class Contender(Protocol):
+    """One training step in three parts."""
+
+    def forward(self, batch: Tensor) -> Tensor: ...
+
+    def backward(self, loss: Tensor) -> None: ...
+
+    def step(self) -> None: ...
+
+
+def adamw(parameters: list[Tensor], options: Options) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=options.lr, **ADAMW, **{options.adamw: True})
+
+
+class DDP:
+    """torch DistributedDataParallel, with fp32 master weights by hand unless the model is fp32 itself.
+
+    The fp32 gradients live as long as the run: a fresh copy per step costs more than the copy itself.
+    """
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        model = model.to(options.dtype)
+        device = next(model.parameters()).device
+        self.model = nn.parallel.DistributedDataParallel(
+            model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
+        )
+        self.weights = list(model.parameters())
+        self.has_masters = options.dtype != torch.float32
+        self.masters = self.weights
+        if self.has_masters:
+            self.masters = [weight.detach().float() for weight in self.weights]
+            for master in self.masters:
+                master.grad = torch.zeros_like(master)
+        self.optimizer = adamw(self.masters, options)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.model(batch)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self.has_masters:
+            torch._foreach_copy_([master.grad for master in self.masters], [weight.grad for weight in self.weights])
+        nn.utils.clip_grad_norm_(self.masters, CLIP, foreach=True)
+        self.optimizer.step()
+        if self.has_masters:
+            torch._foreach_copy_(self.weights, self.masters)
+        self.model.zero_grad(set_to_none=True)
+
+
+class FSDP2:
+    """torch ``fully_shard`` over each block and the root, in the dtype of the run, with fp32 shards."""
+
+    def __init__(self, model: nn.Module, options: Options, reshard_after_forward: bool) -> None:
+        try:
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        except ImportError:  # torch 2.4 and 2.5 keep it at its first place
+            from torch.distributed._composable.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.device_mesh import init_device_mesh
+
+        device = next(model.parameters()).device
+        policy = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=options.dtype)
+        keywords = {
+            "mesh": init_device_mesh(device.type, (torch.distributed.get_world_size(),)),
+            "mp_policy": policy,
+            "reshard_after_forward": reshard_after_forward,
+        }
+        for block in model.blocks:
+            fully_shard(block, **keywords)
+        self.model = fully_shard(model, **keywords)
+        self.parameters = list(self.model.parameters())
+        self.optimizer = adamw(self.parameters, options)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.model(batch)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        nn.utils.clip_grad_norm_(self.parameters, CLIP, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class Zero:
+    """This package at one ZeRO stage, as a user calls it."""
+
+    def __init__(self, model: nn.Module, options: Options, stage: int) -> None:
+        import deepspeed
+
+        zero: dict[str, Any] = {"stage": stage}
+        if options.bucket is not None:
+            zero |= {"reduce_bucket_size": options.bucket, "allgather_bucket_size": options.bucket}
+        config = {
+            "train_micro_batch_size_per_gpu": options.batch,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": CLIP,
+            "steps_per_print": 10**9,
+            "optimizer": {"type": "AdamW", "params": {"lr": options.lr, **ADAMW}},
+            "bf16": {"enabled": options.dtype == torch.bfloat16},
+            "zero_optimization": zero | options.zero,
+        }
+        self.engine, *_ = deepspeed.initialize(model=model, config=config)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.engine(batch)
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+
+    def step(self) -> None:
+        self.engine.step()
+
+
+def warm_imports(name: str) -> None:
+    """Import what the contender needs, so that its modules are not counted as the model's memory."""
+    if name.startswith("zero"):
+        import deepspeed  # noqa: F401
+    elif name.startswith("fsdp2"):
+        import torch.distributed._composable
+        import torch.distributed.tensor  # noqa: F401
+
+
+def make_contender(name: str, model: nn.Module, options: Options) -> Contender:
+    """Wrap ``model`` (fp32, on its device) in the contender ``name``.
+
+    Raises:
+        KeyError: unknown name.
+    """
+    if name == "ddp":
+        return DDP(model, options)
+    if name == "fsdp2":
+        return FSDP2(model, options, reshard_after_forward=True)
+    if name == "fsdp2-keep":
+        return FSDP2(model, options, reshard_after_forward=False)
+    if name in ("zero0", "zero1", "zero2", "zero3"):
+        return Zero(model, options, stage=int(name[-1]))
+    raise KeyError(f"unknown contender {name!r}: choose from {', '.join(NAMES)}")
