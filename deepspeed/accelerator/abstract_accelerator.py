@@ -324,7 +324,7 @@ class DeepSpeedAccelerator(ABC):
         return tensor.is_pinned()
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Release page-locking done outside torch's allocator; torch's own pinned memory is released with the tensor."""
+        """Undo page-locking that was not done by torch; torch releases its own pinned memory with the tensor."""
 
     @abc.abstractmethod
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
