@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""First program of each rank under mpich and slurm: sets its RANK and LOCAL_RANK, then becomes the script."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .constants import IMPI_LAUNCHER, MPICH_LAUNCHER, SLURM_LAUNCHER
+from .core_binding import cores_of_rank, numactl_prefix
+
+# Variables in which each launcher tells a process its global and its local rank.
+_RANK_NAMES = {
+    MPICH_LAUNCHER: (["PMIX_RANK", "PMI_RANK"], ["PALS_LOCAL_RANKID", "MPI_LOCALRANKID"]),
+    IMPI_LAUNCHER: (["PMIX_RANK", "PMI_RANK"], ["MPI_LOCALRANKID"]),
+    SLURM_LAUNCHER: (["SLURM_PROCID"], ["SLURM_LOCALID"]),
+}
+
+
+def parse_args(args: list[str] | None = None) -> argparse.Namespace:
+    """Parses the command line (``sys.argv`` when ``args`` is None)."""
+    parser = argparse.ArgumentParser(
+        description="starts one rank under an MPI launcher; normally called by `deepspeed`"
+    )
+    parser.add_argument("--launcher", type=str, default=MPICH_LAUNCHER, choices=list(_RANK_NAMES))
+    parser.add_argument("--module", action="store_true", help="run the script as `python -m`")
+    parser.add_argument("--no_python", action="store_true", help="execute the script directly")
+    parser.add_argument("--bind_cores_to_rank", action="store_true", help="bind the rank to its own cores")
+    parser.add_argument(
+        "--bind_core_list", type=str, default=None, help="cores to spread over the ranks, e.g. 0-3,8-11"
+    )
+    parser.add_argument("user_script", type=str)
+    parser.add_argument("user_args", nargs=argparse.REMAINDER)
+    return parser.parse_args(args=args)
+
+
+def _agreed(env: dict[str, str], names: Sequence[str], what: str) -> str:
+    found = {name: env[name] for name in names if name in env}
+    if not found:
+        raise OSError(f"the launcher did not tell this process its {what}: none of {', '.join(names)} is set")
+    if len(set(found.values())) > 1:
+        raise OSError(f"the launcher's variables disagree about the {what} of this process: {found}")
+    return next(iter(found.values()))
+
+
+def env_mapping(
+    env: dict[str, str],
+    rank_name_list: Sequence[str] | None = None,
+    local_rank_name_list: Sequence[str] | None = None,
+) -> dict[str, str]:
+    """``env`` with RANK and LOCAL_RANK taken from the launcher's variables.
+
+    Args:
+        env: environment to read and to add to.
+        rank_name_list: variables that hold the global rank; None leaves RANK alone.
+        local_rank_name_list: variables that hold the local rank; None leaves LOCAL_RANK alone.
+
+    Raises:
+        OSError: none of the variables is set, or they disagree.
+    """
+    if rank_name_list is not None:
+        env["RANK"] = _agreed(env, rank_name_list, "rank")
+    if local_rank_name_list is not None:
+        env["LOCAL_RANK"] = _agreed(env, local_rank_name_list, "local rank")
+    return env
+
+
+def main(args: list[str] | None = None) -> NoReturn:
+    """Replaces this process by the user's script, so that signals and the exit status go straight to the launcher.
+
+    Raises:
+        ValueError: --module and --no_python together, or too few cores to bind to.
+        OSError: the launcher did not say which rank this is, or the script cannot be executed.
+    """
+    parsed = parse_args(args)
+    if parsed.module and parsed.no_python:
+        raise ValueError("--module and --no_python cannot be given together")
+    rank_names, local_rank_names = _RANK_NAMES[parsed.launcher]
+    env = env_mapping(os.environ.copy(), rank_names, local_rank_names)
+    command = [] if parsed.no_python else [sys.executable, "-u"]
+    command += ["-m"] if parsed.module else []
+    command += [parsed.user_script, *parsed.user_args]
+    if parsed.bind_cores_to_rank:
+        cores = cores_of_rank(parsed.bind_core_list, int(env["LOCAL_SIZE"]), int(env["LOCAL_RANK"]))
+        env["OMP_NUM_THREADS"] = str(len(cores))
+        command = numactl_prefix(cores) + command
+    os.execvpe(command[0], command, env)
+
+
+if __name__ == "__main__":
+    main()
