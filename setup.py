@@ -52,6 +52,8 @@ def packages() -> list[str]:
 
 
 setup(
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     packages=packages(),
     package_dir=LINKED_PACKAGES,
     package_data={"deepspeed.ops.csrc": ["**/*"]},
