@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +51,9 @@ class BatchSizes:
         return self.train.value == self.micro.value * self.gas.value * self.world.value
 
 
-def data_parallel_world_size(param_dict: Mapping[str, Any], mpu: Any = None, mesh_device: Any = None) -> Sourced:
+def data_parallel_world_size(
+    sequence_parallel_size: int | None = None, mpu: Any = None, mesh_device: Any = None
+) -> Sourced:
     """Number of ranks that consume different samples.
 
     The model-parallel unit knows best, then the device mesh, then ``sequence_parallel_size``; without any of them all
@@ -73,8 +74,8 @@ def data_parallel_world_size(param_dict: Mapping[str, Any], mpu: Any = None, mes
         if "data_parallel" not in names:
             raise AssertionError(f"mesh_device needs a dimension named 'data_parallel', it has {tuple(names)}")
         return Sourced(mesh_device.size(names.index("data_parallel")), "dimension data_parallel of mesh_device")
-    if param_dict.get("sequence_parallel_size") is not None:
-        return _divided(world, int(param_dict["sequence_parallel_size"]), "sequence_parallel_size")
+    if sequence_parallel_size is not None:
+        return _divided(world, sequence_parallel_size, "sequence_parallel_size")
     return Sourced(world, "world size of the process group")
 
 

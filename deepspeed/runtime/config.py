@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import os
 import sys
@@ -128,7 +127,7 @@ _SCALARS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     const.TRAIN_MICRO_BATCH_SIZE_PER_GPU: ("int", const.TRAIN_MICRO_BATCH_SIZE_PER_GPU_DEFAULT, {}),
     const.GRADIENT_ACCUMULATION_STEPS: ("int", const.GRADIENT_ACCUMULATION_STEPS_DEFAULT, {}),
     const.MANAGED_GRADIENT_ACCUMULATION: ("bool", const.MANAGED_GRADIENT_ACCUMULATION_DEFAULT, {}),
-    const.STEPS_PER_PRINT: ("number", const.STEPS_PER_PRINT_DEFAULT, {"minimum": 0}),
+    const.STEPS_PER_PRINT: ("number", const.STEPS_PER_PRINT_DEFAULT, {"above": 0}),
     const.DUMP_STATE: ("bool", const.DUMP_STATE_DEFAULT, {}),
     const.DISABLE_PYTHON_GC: ("bool", const.DISABLE_PYTHON_GC_DEFAULT, {}),
     const.DISABLE_ALLGATHER: ("bool", const.DISABLE_ALLGATHER_DEFAULT, {}),
@@ -235,27 +234,28 @@ def load_config(config: str | os.PathLike[str] | dict[str, Any]) -> dict[str, An
         )
     if os.path.isfile(config):
         with open(config, encoding="utf-8") as file:
-            text, source = file.read(), f"file {os.fspath(config)!r}"
+            text = file.read()
+        source = f"file {os.fspath(config)!r}"
+        try:
+            loaded = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+        except ValueError as error:
+            raise ValueError(f"Cannot parse the DeepSpeed config in the {source}: {error}") from error
     else:
-        text, source = _decode_base64(os.fspath(config)), "base64 string"
-    try:
-        loaded = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
-    except ValueError as error:
-        raise ValueError(f"Cannot parse the DeepSpeed config from the {source}: {error}") from error
+        source = "base64 string"
+        loaded = _load_base64(os.fspath(config))
     if not isinstance(loaded, dict):
-        raise ValueError(f"The DeepSpeed config from the {source} must be a JSON object, got {type(loaded).__name__}")
+        raise ValueError(f"The DeepSpeed config in the {source} must be a JSON object, got {type(loaded).__name__}")
     return loaded
 
 
-def _decode_base64(config: str) -> str:
+def _load_base64(config: str) -> Any:
     try:
         text = base64.b64decode(config, altchars=b"-_", validate=True).decode("utf-8")
-        json.loads(text)
-    except (binascii.Error, ValueError) as error:
+        return json.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+    except ValueError as error:
         raise ValueError(
             f"The DeepSpeed config {config!r} is neither an existing file nor a urlsafe base64 JSON string ({error})"
         ) from error
-    return text
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -323,6 +323,8 @@ def get_communication_data_type(
     comm_data_type_default: str | None = const.COMMUNICATION_DATA_TYPE_DEFAULT,
 ) -> torch.dtype | None:
     """Dtype of the key ``comm_type``, None when neither given nor defaulted. Raises ValueError for another name."""
+    if param_dict.get(comm_type, comm_data_type_default) is None:
+        return None
     return read_dtype(param_dict, comm_type, comm_data_type_default, COMMUNICATION_DTYPE_NAMES)
 
 
@@ -556,7 +558,7 @@ class DeepSpeedConfig:
             self._batch_size(const.TRAIN_BATCH_SIZE),
             self._batch_size(const.TRAIN_MICRO_BATCH_SIZE_PER_GPU),
             self._batch_size(const.GRADIENT_ACCUMULATION_STEPS),
-            data_parallel_world_size(source, self.mpu, self.mesh_device),
+            data_parallel_world_size(self.sequence_parallel_size, self.mpu, self.mesh_device),
         )
         self.train_batch_size: int = self._batch_sizes.train.value
         self.train_micro_batch_size_per_gpu: int = self._batch_sizes.micro.value
@@ -717,7 +719,9 @@ def _effective_values(config: DeepSpeedConfig) -> dict[str, Any]:
         (const.TRAIN_MICRO_BATCH_SIZE_PER_GPU, sizes.micro),
         (const.GRADIENT_ACCUMULATION_STEPS, sizes.gas),
     ):
-        values[key] = (number.value, "user" if _origin(given, key) == "user" else f"derived: {number.source}")
+        origin = "user" if _origin(given, key) == "user" else f"derived: {number.source}"
+        value = getattr(config, key)
+        values[key] = (value, origin if value == number.value else "derived: changed after the config was read")
     values[const.COMMUNICATION_DATA_TYPE] = config.communication_data_type
     values[const.SEQ_PARALLEL_COMMUNICATION_DATA_TYPE] = config.seq_parallel_communication_data_type
     if config.flops_profiler_config.enabled:
@@ -726,8 +730,14 @@ def _effective_values(config: DeepSpeedConfig) -> dict[str, Any]:
         values[f"{const.DATA_TYPES}.{key}"] = getattr(config, key)
     values[f"{const.OPTIMIZER}.type"] = config.optimizer_name
     values[f"{const.OPTIMIZER}.params"] = config.optimizer_params
+    values[f"{const.OPTIMIZER}.{const.LEGACY_FUSION}"] = config.optimizer_legacy_fusion
     values[f"{const.SCHEDULER}.type"] = config.scheduler_name
     values[f"{const.SCHEDULER}.params"] = config.scheduler_params
+    autocast = const.TORCH_AUTOCAST
+    modules = config.torch_autocast_lower_precision_safe_modules
+    values[f"{autocast}.{const.TORCH_AUTOCAST_ENABLED}"] = config.torch_autocast_enabled
+    values[f"{autocast}.{const.TORCH_AUTOCAST_DTYPE}"] = config.torch_autocast_dtype
+    values[f"{autocast}.{const.TORCH_AUTOCAST_LOWER_PRECISION_SAFE_MODULES}"] = modules
     for name, section in (
         (const.FP16, config.float16_config),
         (const.BFLOAT16, config.bfloat16_config),
@@ -740,6 +750,13 @@ def _effective_values(config: DeepSpeedConfig) -> dict[str, Any]:
     for name, plain in (
         (AIO, config.aio_config),
         (const.CHECKPOINT, config.checkpoint_config),
+        (
+            const.CHECKPOINT,
+            {
+                const.LOAD_UNIVERSAL_CHECKPOINT: config.load_universal_checkpoint,
+                const.USE_NODE_LOCAL_STORAGE_CHECKPOINT: config.use_node_local_storage,
+            },
+        ),
         (FLOPS_PROFILER, config.flops_profiler_config.repr()),
         (ACT_CHKPT, config.activation_checkpointing_config.repr()),
     ):

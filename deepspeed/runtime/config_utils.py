@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as torch_dist
-from pydantic import BaseModel, ConfigDict, field_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_serializer, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from deepspeed.utils.logging import log_dist_once
@@ -70,19 +70,23 @@ def warn_once_on_rank_0(message: str) -> None:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Number of single-character insertions, deletions and substitutions that turn ``a`` into ``b``."""
+    """Number of characters to insert, delete, substitute or swap with their neighbour to turn ``a`` into ``b``."""
+    before_previous: list[int] = []
+    previous: list[int] = []
     row = list(range(len(b) + 1))
     for i, char_a in enumerate(a, start=1):
-        previous, row = row, [i]
+        before_previous, previous, row = previous, row, [i]
         for j, char_b in enumerate(b, start=1):
             row.append(min(previous[j] + 1, row[j - 1] + 1, previous[j - 1] + (char_a != char_b)))
+            if i > 1 and j > 1 and char_a == b[j - 2] and a[i - 2] == char_b:
+                row[j] = min(row[j], before_previous[j - 2] + 1)
     return row[-1]
 
 
 def closest_key(key: str, known: Iterable[str]) -> str | None:
     """The known key that ``key`` is most likely a misspelling of, or None when no known key is close.
 
-    Close means: equal but for case, dashes and underscores; one edit away (two for names of six characters and more);
+    Close means: equal but for case, dashes and underscores; one edit away (two for names of nine characters and more);
     or the beginning of exactly one known key (``gradient_clip``).
     """
     # "zero_optimization.reduce_bucket_size" and the like are written by client libraries for their own use.
@@ -93,7 +97,7 @@ def closest_key(key: str, known: Iterable[str]) -> str | None:
     if not candidates:
         return None
     best = min(candidates, key=lambda name: candidates[name])
-    allowed = 2 if len(plain) >= 6 else 1 if len(plain) >= 4 else 0
+    allowed = 2 if len(plain) >= 9 else 1 if len(plain) >= 4 else 0
     if candidates[best] <= allowed:
         return best
     begun = [name for name in candidates if len(plain) >= 8 and _plain(name).startswith(plain)]
@@ -202,6 +206,7 @@ class DeepSpeedConfigModel(BaseModel):
             known[name] = name
             known[field.alias or name] = name
         unknown = [str(key) for key in data if key not in known]
+        listed = sorted(field.alias or name for name, field in cls.model_fields.items())
         if unknown:
             near = closest_key(unknown[0], known)
             raise PydanticCustomError(
@@ -210,7 +215,7 @@ class DeepSpeedConfigModel(BaseModel):
                 {
                     "key": unknown[0],
                     "section": cls.__name__,
-                    "advice": f"did you mean '{near}'?" if near else f"valid keys are {', '.join(sorted(known))}",
+                    "advice": f"did you mean '{near}'?" if near else f"valid keys are {', '.join(listed)}",
                 },
             )
         twice = [name for name, count in Counter(known[key] for key in data).items() if count > 1]
@@ -220,6 +225,15 @@ class DeepSpeedConfigModel(BaseModel):
                 "given_twice", "'{name}' and '{alias}' are the same key: give one", {"name": twice[0], "alias": alias}
             )
         return data
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """``stage: true`` would pass as 1, since a bool is an int."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and isinstance(kind, type) and issubclass(kind, (int, float)) and kind is not bool:
+            raise ValueError(f"must be a number, got {value!r}")
+        return value
 
     @field_serializer("*", when_used="json", check_fields=False)
     def serialize_torch_dtype(self, value: Any) -> Any:
@@ -446,7 +460,7 @@ class pp_int(int):  # The name is part of the interface.
 
 
 class ScientificNotationEncoder(json.JSONEncoder):
-    """Writes large numbers (above 1e3) in scientific notation, everything else as JSON."""
+    """Writes large round numbers (above 1e3, up to seven digits) in scientific notation, everything else as JSON."""
 
     def iterencode(self, o: Any, _one_shot: bool = False, level: int = 0) -> Iterator[str]:
         """Yield the encoded text of ``o`` in one piece; ``level`` is the nesting depth, for the indentation."""
@@ -456,7 +470,8 @@ class ScientificNotationEncoder(json.JSONEncoder):
         if isinstance(o, bool) or o is None or isinstance(o, str):
             return json.dumps(o)
         if isinstance(o, (int, float)):
-            return f"{o:e}" if math.isfinite(o) and o > 1e3 else json.dumps(o)
+            short = f"{o:e}"
+            return short if math.isfinite(o) and o > 1e3 and float(short) == o else json.dumps(o)
         indent = self.indent if isinstance(self.indent, int) else 2
         inner, outer = " " * indent * (level + 1), " " * indent * level
         if isinstance(o, Mapping):

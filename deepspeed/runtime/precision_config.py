@@ -47,13 +47,6 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
     min_loss_scale: int = const.FP16_MIN_LOSS_SCALE_DEFAULT
     fp16_master_weights_and_grads: bool = const.FP16_MASTER_WEIGHTS_AND_GRADS_DEFAULT
 
-    @field_validator("loss_scale", mode="before")
-    @classmethod
-    def _loss_scale_is_a_number(cls, value: Any) -> Any:
-        if isinstance(value, bool):
-            raise ValueError(f"loss_scale must be a number (0 = dynamic), got {value!r}")
-        return value
-
     @field_validator("loss_scale")
     @classmethod
     def _loss_scale_is_finite(cls, value: float) -> float:
@@ -73,7 +66,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
         """First loss scale of dynamic loss scaling."""
         return 2**self.initial_scale_power
 
-    def dynamic_loss_scale_args(self) -> dict[str, Any] | None:
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
         """Arguments of the dynamic loss scaler."""
         return {
             "init_scale": self.initial_dynamic_scale(),

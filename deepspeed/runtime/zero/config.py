@@ -170,6 +170,11 @@ def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     """
     if isinstance(param_dict.get(ZERO_OPTIMIZATION), bool):
         return DeepSpeedZeroConfig(**read_zero_config_deprecated(param_dict))
+    if ALLGATHER_SIZE_DEPRECATED in param_dict:
+        warn_once_on_rank_0(
+            f"Config key {ALLGATHER_SIZE_DEPRECATED!r} is deprecated and ignored, use "
+            "'zero_optimization': {'allgather_bucket_size': ...}"
+        )
     section = read_section(param_dict, ZERO_OPTIMIZATION)
     removed = [key for key in REMOVED_ZERO_KEYS if key in section]
     if removed:

@@ -69,3 +69,13 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
     def pipeline(self) -> bool:
         """Whether swapping overlaps the optimizer step in either direction."""
         return self.pipeline_read or self.pipeline_write
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """Kinds of state that ``engine.offload_states`` can move: lp is the model dtype, hp the master dtype."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
