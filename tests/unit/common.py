@@ -235,13 +235,14 @@ def _make_job(owner: type, method: str, attributes: dict[str, Any], arguments: d
 def _pickle(name: str, value: Any) -> bytes:
     try:
         return pickle.dumps(value)
-    except Exception as error:
-        pytest.fail(
-            f"{name} cannot be passed to the ranks of a DistributedTest: its value, a {type(value).__name__}, does not "
-            f"pickle ({type(error).__name__}: {error}).\nFixtures run in the session's process and ranks get copies: "
-            f"make this object inside the test's body, or pass what it is made from",
-            pytrace=False,
-        )
+    except Exception as error:  # noqa: BLE001 - pickling calls into the value's class, which may raise anything
+        fault = f"{type(error).__name__}: {error}"
+    pytest.fail(
+        f"{name} cannot be passed to the ranks of a DistributedTest: its value, a {type(value).__name__}, does not "
+        f"pickle ({fault}).\nFixtures run in the session's process and ranks get copies: make this object inside the "
+        f"test's body, or pass what it is made from",
+        pytrace=False,
+    )
 
 
 def _describe_failure(outcomes: list[Outcome], timeout: float) -> str:

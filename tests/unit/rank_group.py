@@ -59,32 +59,38 @@ class RankServer:
         greeting = self._receive()
         if greeting["threads"] != 1:
             warnings.warn(
-                f"importing deepspeed left {greeting['threads']} threads running: forked ranks may deadlock",
+                f"importing ahead for the ranks left {greeting['threads']} threads running: forked ranks may deadlock",
                 stacklevel=2,
             )
         if greeting["import_error"]:
-            warnings.warn(f"import deepspeed failed:\n{greeting['import_error']}", stacklevel=2)
+            warnings.warn(f"importing ahead for the ranks failed:\n{greeting['import_error']}", stacklevel=2)
 
     def _receive(self) -> Any:
         try:
             return receive_message(self._connection)
         except (EOFError, TimeoutError) as error:
-            self.close()
-            self._errors.seek(0)
-            text = self._errors.read().decode(errors="replace")
-            raise RuntimeError(
-                f"the process that ranks are forked from is gone or stuck. Its stderr:\n{text}"
-            ) from error
+            raise self._gone() from error
+
+    def _ask(self, question: tuple[str, Any], descriptors: list[int] | None = None) -> Any:
+        try:
+            send_message(self._connection, question, descriptors)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise self._gone() from error
+        return self._receive()
+
+    def _gone(self) -> RuntimeError:
+        self.close()
+        self._errors.seek(0)
+        text = self._errors.read().decode(errors="replace")
+        return RuntimeError(f"the process that ranks are forked from is gone or stuck; its stderr:\n{text}")
 
     def fork(self, spec: RankSpec, descriptors: list[int]) -> int:
         """Start one rank on the given socket, stdout, stderr and stack file. Returns its process id."""
-        send_message(self._connection, ("fork", spec), descriptors)
-        return self._receive()
+        return self._ask(("fork", spec), descriptors)
 
     def reap(self, pids: list[int]) -> dict[int, int]:
         """Kill what is left of these ranks. Returns exit codes, negative ones are signals."""
-        send_message(self._connection, ("reap", pids))
-        return self._receive()
+        return self._ask(("reap", pids))
 
     @property
     def running(self) -> bool:

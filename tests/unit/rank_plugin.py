@@ -20,7 +20,6 @@ MARKERS = (
     "world_size(n, ...): number of ranks of a test of a DistributedTest class, instead of the class's; several run "
     "the test once for each",
     "cuda: needs a CUDA device; skipped where there is none",
-    "nightly: too slow or too large for every change; run with -m nightly",
 )
 
 

@@ -34,6 +34,8 @@ from typing import Any
 
 _HEADER = struct.Struct("!Q")
 _PR_SET_PDEATHSIG = 1
+# The first optimizer made in a process imports torch._dynamo, which takes more than a second.
+PRELOAD = "torch._dynamo,torch.utils.data,deepspeed"
 STACK_SIGNAL = signal.SIGUSR1
 EXIT_BROKEN_RANK = 70
 
@@ -146,19 +148,22 @@ def serve(descriptor: int) -> None:
 
 
 def _import_ahead() -> str | None:
-    """Import what every rank needs. Returns the traceback if ``import deepspeed`` fails; the ranks then meet it too."""
+    """Import what ranks need. Returns the traceback of what cannot be imported; the ranks then meet it where it counts.
+
+    DS_TEST_PRELOAD names the modules, separated by commas. A rank that uses one that is missing here imports it by
+    itself, every time.
+    """
     import torch
-    import torch._dynamo  # Imported by the first optimizer made in a process, at more than a second each time.
     import torch.distributed
-    import torch.utils.data
 
     torch.set_num_threads(1)
     _install_assertion_rewriting()
     error = None
-    if importlib.util.find_spec("deepspeed") is not None:
+    for name in filter(None, os.environ.get("DS_TEST_PRELOAD", PRELOAD).split(",")):
         try:
-            importlib.import_module("deepspeed")
-        except Exception:
+            if importlib.util.find_spec(name.partition(".")[0]) is not None:
+                importlib.import_module(name)
+        except Exception:  # noqa: BLE001 - passed on as text
             error = traceback.format_exc()
     gc.collect()
     gc.freeze()  # Keeps the collector of the ranks from writing to, and so copying, every page of what is shared.
@@ -211,7 +216,7 @@ def _fork_rank(spec: RankSpec, descriptors: list[int], server_connection: socket
             _rank_main(spec, connection, descriptors[3])
             _flush()
             os._exit(0)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - nothing may run further up, which is the server's code
             traceback.print_exc()
             _flush()
         finally:
@@ -293,7 +298,7 @@ def _run_job(spec: RankSpec, job: Job, started: bool) -> Outcome:
         return outcome("skipped", str(skip.msg))
     except pytest.xfail.Exception as xfail:
         return outcome("xfailed", str(xfail.msg))
-    except BaseException as error:  # Also SystemExit and KeyboardInterrupt: whatever ends a rank fails its test.
+    except BaseException as error:  # noqa: BLE001 - reported as the failure it is, SystemExit included
         lines = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         # The first entry of the traceback is this function.

@@ -77,7 +77,7 @@ def random_dataloader(
     dtype: torch.dtype = torch.float32,
     seed: int | None = 0,
 ) -> DataLoader:
-    """This rank's share of ``random_dataset`` in batches of the engine's micro-batch size; ranks get different samples."""
+    """This rank's share of ``random_dataset``, different on each rank, in batches of the engine's micro-batch size."""
     dataset = random_dataset(total_samples, hidden_dim, device, dtype, seed)
     return DataLoader(dataset, batch_size=_micro_batch_size(model), sampler=_sampler(dataset))
 

@@ -64,12 +64,8 @@ def skip_on_no_bf16() -> None:
         pytest.skip("needs a device that computes in bfloat16")
 
 
-def test_device() -> torch.device:
+def local_device() -> torch.device:
     """Where a test puts its tensors: this rank's CUDA device if there is one, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-# The name starts like a test's; it is none where it is imported.
-test_device.__test__ = False  # type: ignore[attr-defined]
