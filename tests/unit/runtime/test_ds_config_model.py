@@ -69,8 +69,10 @@ def test_auto_is_the_default_unless_strict():
         DeepSpeedZeroConfig(strict=True, reduce_bucket_size="auto")
 
 
-@pytest.mark.parametrize("stage, given, expected", [(0, None, False), (1, None, False), (2, None, False),
-                                                    (3, None, True), (3, False, False), (2, True, True)])  # fmt: skip
+@pytest.mark.parametrize(
+    "stage, given, expected",
+    [(0, None, False), (1, None, False), (2, None, False), (3, None, True), (3, False, False), (2, True, True)],
+)
 def test_overlap_comm_depends_on_the_stage(stage, given, expected):
     assert DeepSpeedZeroConfig(stage=stage, overlap_comm=given).overlap_comm is expected
 
