@@ -93,6 +93,7 @@ __all__ = [
     "monitored_barrier",
     "mpi_discovery",
     "new_group",
+    "on_destroy",
     "patch_aml_env_for_torch_nccl_backend",
     "patch_aws_sm_env_for_torch_nccl_backend",
     "recv",
@@ -668,11 +669,20 @@ def is_available() -> bool:
     return torch_dist.is_available()
 
 
+_on_destroy: list[Callable[[Any], None]] = [control.close_channels]
+
+
+def on_destroy(callback: Callable[[Any], None]) -> None:
+    """Have ``callback(group)`` called before :func:`destroy_process_group` destroys ``group`` (None: all groups)."""
+    _on_destroy.append(callback)
+
+
 def destroy_process_group(group: Any = None) -> None:
     """Destroy ``group``, or every group when it is None or the world."""
     global cdb
     whole_world = group is None or group is torch_dist.group.WORLD
-    control.close_channels(None if whole_world else group)
+    for callback in _on_destroy:
+        callback(None if whole_world else group)
     torch_dist.destroy_process_group(group)
     if whole_world:
         cdb = None

@@ -9,14 +9,13 @@ the group.
 import pickle
 import weakref
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.constants import default_pg_timeout
+from deepspeed.comm.torch import timeout_of
 
 
 class _Link:
@@ -84,14 +83,7 @@ def _connect_gloo(group: Any, rank: int, size: int) -> Any:
     place = f"deepspeed/control/{group.group_name}"
     arrivals = store.add(f"{place}/arrivals", 1)
     meeting = torch_dist.PrefixStore(f"{place}/{(arrivals - 1) // size}", store)
-    return torch_dist.ProcessGroupGloo(meeting, rank, size, timeout=_timeout_of(group))
-
-
-def _timeout_of(group: Any) -> timedelta:
-    """The group's own timeout, where its backend tells, else the package's default."""
-    backend = group._get_backend(torch.device(get_accelerator().device_name()))
-    options = getattr(backend, "options", None)
-    return getattr(options, "_timeout", default_pg_timeout)
+    return torch_dist.ProcessGroupGloo(meeting, rank, size, timeout=timeout_of(group))
 
 
 _links: "weakref.WeakKeyDictionary[Any, _Link]" = weakref.WeakKeyDictionary()

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed.distributed_c10d import get_backend_config
 
+from deepspeed.constants import default_pg_timeout
+
 from .backend import Backend
 from .reduce_op import ReduceOp
 
@@ -80,6 +82,14 @@ def to_torch_op(op: ReduceOp | torch_dist.ReduceOp) -> torch_dist.ReduceOp:
 
 def _is_avg(op: Any) -> bool:
     return op == torch_dist.ReduceOp.AVG
+
+
+def timeout_of(group: Any) -> timedelta:
+    """The group's own timeout, where its backend tells, else the package's default."""
+    devices = [torch.device(name) for name in ("cuda", "cpu") if torch.device(name) in group._device_types]
+    options = [getattr(group._get_backend(device), "options", None) for device in devices]
+    known = [option._timeout for option in options if option is not None]
+    return known[0] if known else default_pg_timeout
 
 
 class Noop:
