@@ -184,11 +184,14 @@ def _install_assertion_rewriting() -> None:
     import pytest
     from _pytest.assertion import util
     from _pytest.config import _prepareconfig
+    from _pytest.terminal import TerminalReporter
 
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ.pop("PYTEST_ADDOPTS", None)
     os.environ.pop("PYTEST_PLUGINS", None)
-    config = _prepareconfig(["--noconftest", "-p", "no:cacheprovider", "-c", os.devnull])
+    config = _prepareconfig(["--noconftest", "--capture=no", "-p", "no:cacheprovider", "-c", os.devnull])
+    # Explanations ask it for colours, of which it has none here.
+    config.pluginmanager.register(TerminalReporter(config, sys.stdout), "terminalreporter")
     pytest.register_assert_rewrite("unit.util", "unit.simple_model", "unit.reference")
 
     def explain(op: str, left: object, right: object) -> str | None:
