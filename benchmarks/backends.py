@@ -5,6 +5,7 @@ Every contender trains with AdamW in fp32, gradients averaged over ranks in the 
 gradient norm clipped at ``CLIP``.
 """
 
+import importlib
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 CLIP = 1.0
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-NAMES = ("ddp", "fsdp2", "fsdp2-keep", "zero0", "zero1", "zero2", "zero3")
+NAMES = ("ddp", "ddp-flat", "fsdp2", "fsdp2-keep", "zero0", "zero1", "zero2", "zero3")
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,9 @@ class DDP:
             model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
         )
         self.weights = list(model.parameters())
+        self.make_masters(options)
+
+    def make_masters(self, options: Options) -> None:
         self.has_masters = options.dtype != torch.float32
         self.masters = self.weights
         if self.has_masters:
@@ -86,6 +90,32 @@ class DDP:
         self.optimizer.step()
         if self.has_masters:
             torch._foreach_copy_(self.weights, self.masters)
+        self.model.zero_grad(set_to_none=True)
+
+
+class FlatDDP(DDP):
+    """DDP whose fp32 master weights are one flat parameter: the least work per step that plain torch allows.
+
+    AdamW then updates one tensor, and the norm is taken of one tensor, however many parameters the model has.
+    """
+
+    @torch.no_grad()
+    def make_masters(self, options: Options) -> None:
+        flat = torch.cat([weight.reshape(-1).float() for weight in self.weights])
+        flat.grad = torch.zeros_like(flat)
+        sizes = [weight.numel() for weight in self.weights]
+        shapes = [weight.shape for weight in self.weights]
+        self.masters = [view.view(shape) for view, shape in zip(flat.split(sizes), shapes, strict=True)]
+        self.master_grads = [view.view(shape) for view, shape in zip(flat.grad.split(sizes), shapes, strict=True)]
+        self.flat = flat
+        self.optimizer = adamw([flat], options)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        torch._foreach_copy_(self.master_grads, [weight.grad for weight in self.weights])
+        nn.utils.clip_grad_norm_([self.flat], CLIP, foreach=True)
+        self.optimizer.step()
+        torch._foreach_copy_(self.weights, self.masters)
         self.model.zero_grad(set_to_none=True)
 
 
@@ -154,13 +184,19 @@ class Zero:
         self.engine.step()
 
 
-def warm_imports(name: str) -> None:
-    """Import what the contender needs, so that its modules are not counted as the model's memory."""
-    if name.startswith("zero"):
-        import deepspeed  # noqa: F401
-    elif name.startswith("fsdp2"):
-        import torch.distributed._composable
-        import torch.distributed.tensor  # noqa: F401
+def warm_process(name: str, device: torch.device) -> None:
+    """Import what the contender needs and run a toy step, so that neither is counted as the model's memory.
+
+    The first optimizer and the first backward of a process import modules and make thread pools.
+    """
+    needed = {"zero": ["deepspeed"], "fsdp": ["torch.distributed._composable", "torch.distributed.device_mesh"]}
+    for module in needed.get(name[:4], []):
+        importlib.import_module(module)
+    toy = nn.Linear(8, 8).to(device)
+    optimizer = torch.optim.AdamW(toy.parameters(), fused=True)
+    toy(torch.ones(8, 8, device=device)).sum().backward()
+    nn.utils.clip_grad_norm_(toy.parameters(), CLIP, foreach=True)
+    optimizer.step()
 
 
 def make_contender(name: str, model: nn.Module, options: Options) -> Contender:
@@ -171,6 +207,8 @@ def make_contender(name: str, model: nn.Module, options: Options) -> Contender:
     """
     if name == "ddp":
         return DDP(model, options)
+    if name == "ddp-flat":
+        return FlatDDP(model, options)
     if name == "fsdp2":
         return FSDP2(model, options, reshard_after_forward=True)
     if name == "fsdp2-keep":

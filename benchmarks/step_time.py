@@ -35,7 +35,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="processes per contender; on CUDA one per GPU")
     parser.add_argument("--models", nargs="+", choices=("gpt", "tiny1000"), default=["gpt", "tiny1000"])
     parser.add_argument("--size", choices=("small", "large"), default="small")
-    parser.add_argument("--contenders", nargs="+", choices=NAMES, default=list(NAMES[:6]), help="the first is the base")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=NAMES, default=list(NAMES[:-1]), help="the first is the base"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20, help="timed steps per round")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them")

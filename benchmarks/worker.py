@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from backends import Contender, Options, make_contender, warm_imports
+from backends import Contender, Options, make_contender, warm_process
 from collectives import CollectiveCounter
 from models import build_model, make_workload
 from torch import Tensor
@@ -119,7 +119,7 @@ def measure(task: Task, device: torch.device) -> dict[str, Any]:
     dtype = getattr(torch, task.dtype)
     workload = make_workload(task.model, task.size)
     batch = workload.make_batch(dist.get_rank(), dtype).to(device)
-    warm_imports(task.contender)
+    warm_process(task.contender, device)
 
     memory = PeakMemory(device)
     model = build_model(workload, device, dtype)
