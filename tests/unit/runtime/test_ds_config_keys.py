@@ -72,6 +72,7 @@ def test_a_misspelt_top_level_key_is_refused(key, meant):
         "zero_optimization.reduce_bucket_size",
         "zero_optimization.stage3_prefetch_bucket_size",
         "zero_optimization.stage",
+        "zero_optimization.x",
         "fp8",
         "my_trainer_settings",
         "eval_batch_size",
