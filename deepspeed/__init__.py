@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training over many ranks with sharded state, and the right gradient for every autograd graph."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import init_distributed
+from deepspeed.git_version_info import version as __version__
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils.logging import log_dist, logger
+
+dist: Any = None  # deepspeed.comm once initialize() has run
+
+_unbuilt = {
+    "zero": "ZeRO-3",
+    "PipelineModule": "pipeline parallelism",
+    "PipelineEngine": "pipeline parallelism",
+    "DualPipeVEngine": "pipeline parallelism",
+    "DualPipeVModule": "pipeline parallelism",
+    "DeepSpeedHybridEngine": "the hybrid engine",
+    "InferenceEngine": "inference",
+    "DeepSpeedInferenceConfig": "inference",
+    "init_inference": "inference",
+    "default_inference_config": "inference",
+    "tp_model_init": "tensor parallelism",
+    "set_autotp_mode": "tensor parallelism",
+    "checkpointing": "activation checkpointing of this package (torch.utils.checkpoint works)",
+    "DeepSpeedTransformerLayer": "transformer kernels",
+    "DeepSpeedTransformerConfig": "transformer kernels",
+    "replace_transformer_layer": "transformer kernels",
+    "OnDevice": "OnDevice",
+}
+
+
+class UnbuiltFeatureError(NotImplementedError, AttributeError):
+    """A public name of the interface whose feature does not exist yet; ``hasattr`` sees it as absent."""
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: torch.utils.data.Dataset | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable | None = None,
+    config: str | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | dict[str, Any] | None = None,
+) -> tuple[DeepSpeedEngine, Any, DeepSpeedDataLoader | None, Any]:
+    """Make an engine for ``model``.
+
+    Args:
+        args: namespace that may hold ``deepspeed_config``, ``local_rank`` and ``device_rank``.
+        model: moved and cast in place.
+        optimizer: torch optimizer over parameters of ``model``, or a callable that makes one from parameters; it
+            takes precedence over the config's.
+        model_parameters: parameters or groups for an optimizer that is made here; default all that require grad.
+        training_data: data set for a loader that shards it over the ranks.
+        lr_scheduler: scheduler over ``optimizer``, or a callable that makes one from the torch optimizer.
+        distributed_port: master port where the environment names none.
+        mpu: model-parallel unit (``get_data_parallel_group()`` and the like).
+        dist_init_required: see ``init_distributed``.
+        collate_fn: for the loader.
+        config: dict, path of a JSON or hjson file, or base64 of JSON. ``config_params`` is its older name.
+
+    Returns:
+        ``(engine, optimizer, training_dataloader, lr_scheduler)``, None for what there is not.
+
+    Raises:
+        AssertionError: no model, no config, or two configs.
+        NotImplementedError: the config, or ``mesh_param``, asks for a feature that is not built.
+    """
+    global dist
+    if model is None:
+        raise AssertionError("deepspeed.initialize requires a model")
+    if mesh_param is not None:
+        raise NotImplementedError("mesh_param: sequence parallelism over a device mesh is not built yet")
+    chosen = _choose_config(args, config if config is not None else config_params)
+    dist = comm
+    init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(),
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+    )
+    engine = DeepSpeedEngine(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=mpu,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        config=chosen,
+        config_class=DeepSpeedConfig(chosen, mpu),
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _choose_config(args: Any, config: Any) -> Any:
+    """The one configuration that was given."""
+    in_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    if config is not None and in_args is not None:
+        raise AssertionError(
+            "a config was passed to deepspeed.initialize and another in args.deepspeed_config; give one"
+        )
+    if config is None and in_args is None:
+        raise AssertionError("deepspeed.initialize requires a config: a dict or a path, or args.deepspeed_config")
+    return in_args if config is None else config
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config`` to a parser, and their deprecated spellings."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="train with DeepSpeed")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")
+    group.add_argument("--deepscale", default=False, action="store_true", help="deprecated, use --deepspeed")
+    group.add_argument("--deepscale_config", default=None, type=str, help="deprecated, use --deepspeed_config")
+    return parser
+
+
+def __getattr__(name: str) -> Any:
+    if name in _unbuilt:
+        raise UnbuiltFeatureError(f"deepspeed.{name}: {_unbuilt[name]} is not built yet")
+    raise AttributeError(f"module 'deepspeed' has no attribute {name!r}")
+
+
+__all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedDataLoader",
+    "DeepSpeedEngine",
+    "DeepSpeedOptimizer",
+    "__version__",
+    "add_config_arguments",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "log_dist",
+    "logger",
+]

@@ -1,0 +1,508 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base classes of the optimizers an engine steps with, and the tracking of backwards."""
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
+from deepspeed.runtime.gradients import autograd_internals as autograd
+from deepspeed.runtime.gradients import collectives
+from deepspeed.runtime.gradients.backward_scope import BackwardScope, watch_end
+from deepspeed.runtime.gradients.ledger import ParameterRecord
+from deepspeed.runtime.gradients.reducer import GradientReducer
+from deepspeed.utils.logging import log_dist
+
+CLIP_EPSILON = 1e-6
+
+
+class DeepSpeedOptimizer:
+    """What ``isinstance`` tests for: an optimizer made by this package around a torch optimizer."""
+
+
+class BackwardHookStateManager:
+    """Knows when a backward begins and ends, and counts the firings of AccumulateGrad in each graph task.
+
+    It counts firings, not participating parameters: a parameter used under two reentrant checkpoints fires twice in one
+    user-visible backward. Firings go to the reducer as they come; nothing here decides what is reduced.
+
+    Args:
+        reducer: told of each contribution, of the beginning and the end of each backward. Without one only counts are
+            kept.
+        retract: called before a backward adds to ``.grad``.
+        needs_loss_scale: whether a backward without loss scaling is an error (fp16).
+    """
+
+    def __init__(
+        self,
+        reducer: GradientReducer | None = None,
+        retract: Callable[[], None] | None = None,
+        needs_loss_scale: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.reducer = reducer
+        self.scope: BackwardScope | None = None
+        self.hooks_fired = 0  # in the graph task last seen
+        self._retract = retract
+        self._needs_loss_scale = needs_loss_scale
+        self._task = autograd.NO_GRAPH_TASK
+        self._expected_in_task: int | None = None
+        self._post_backward_hooks: list[Callable[[], None]] = []
+        if reducer is not None:
+            for record in reducer.ledger.records:
+                record.listener = self._on_firing
+                record.handle = record.parameter.register_post_accumulate_grad_hook(record.on_accumulated)
+
+    # -------------------------------------------------- announced backwards
+
+    def enter_backward(self, loss_scale: float = 1.0, scale_wrt_gas: bool = True) -> BackwardScope:
+        """Open the scope of a backward that every rank runs and that ends with ``exit_backward`` or
+        ``abort_backward``."""
+        self.close_unannounced()
+        scope = BackwardScope(announced=True, loss_scale=loss_scale, scale_by_accumulation=scale_wrt_gas)
+        self._begin(scope)
+        BackwardScope.running.append(scope)
+        return scope
+
+    def exit_backward(self) -> None:
+        """The announced backward returned: sweep."""
+        self._end(self.scope)
+
+    def abort_backward(self, reason: str) -> None:
+        """The backward raised: its contributions must not count."""
+        scope, self.scope = self.scope, None
+        if scope is not None:
+            scope.release()
+            self.reducer.abort_backward(reason)
+
+    # -------------------------------------------------- other backwards
+
+    def enter_scaled_backward(self, loss_scale: float) -> None:
+        """First event of the backward of a loss from ``engine.scale``; runs inside its graph task."""
+        if self.scope is not None and self.scope.is_certainly_running():
+            return
+        self.close_unannounced(inside_backward=True)
+        scope = BackwardScope(announced=False, loss_scale=loss_scale)
+        self._begin(scope)
+        BackwardScope.running.append(scope)
+        watch_end(scope, self._end)
+
+    def close_unannounced(self, inside_backward: bool = False) -> None:
+        """Settle what became of a backward that nobody announced. Engine calls outside of any backward begin with
+        this."""
+        scope = self.scope
+        if scope is None or scope.announced:
+            return
+        if not inside_backward and autograd.current_graph_task_id() != autograd.NO_GRAPH_TASK:
+            return  # called from within a backward, by a recomputed forward
+        if not autograd.can_queue_callbacks():
+            self._end(scope)
+        elif not scope.is_certainly_running():
+            self.abort_backward("an exception in loss.backward()")
+
+    def _locate(self, record: ParameterRecord) -> BackwardScope:
+        """The scope a firing belongs to; opens one when this is the first event of a backward."""
+        scope = self.scope
+        if scope is not None:
+            if scope.is_certainly_running() or not autograd.can_queue_callbacks():
+                return scope
+            nested_or_older = (
+                autograd.current_graph_task_id() < scope.first_task or autograd.enclosing_backward_node() is not None
+            )
+            if scope.awaits_outer_task and nested_or_older:
+                return scope
+            mixed = record.unmoved > 0
+            self.abort_backward("an exception in loss.backward()")
+            if mixed:
+                raise RuntimeError(
+                    f"parameter {record.name!r}: an earlier loss.backward() was aborted by an exception and this"
+                    " backward has"
+                    " added to its partial gradient. Call engine.zero_grad() after the exception, then run the"
+                    " backward again"
+                )
+        return self._open_unannounced()
+
+    def _open_unannounced(self) -> BackwardScope:
+        outer = BackwardScope.running[-1] if BackwardScope.running else None
+        if outer is None and self._needs_loss_scale():
+            raise RuntimeError(
+                "fp16 training needs the loss scale: call engine.backward(loss), or engine.scale(loss).backward(),"
+                " not loss.backward()"
+            )
+        scope = BackwardScope(announced=False)
+        if outer is not None:
+            scope.loss_scale = outer.loss_scale
+            scope.scale_by_accumulation = outer.scale_by_accumulation
+        self._begin(scope)
+        watch_end(scope, self._end)
+        return scope
+
+    # -------------------------------------------------- events
+
+    def _on_firing(self, record: ParameterRecord) -> None:
+        scope = self.scope
+        if scope is None or not scope.announced:
+            scope = self._locate(record)
+        record.count()
+        self.reducer.on_contribution(record, scope)
+
+    def before_accumulation(self, _: torch.Tensor) -> None:
+        """Tensor hook of a leaf whose ``.grad`` may be published: take it back before autograd adds to it."""
+        if self._retract is not None:
+            self._retract()
+
+    def _begin(self, scope: BackwardScope) -> None:
+        if self._retract is not None:
+            self._retract()
+        self.reducer.begin_backward(scope)
+        self.scope = scope
+
+    def _end(self, scope: BackwardScope) -> None:
+        if scope is not self.scope:
+            return
+        scope.release()
+        self.scope = None
+        self.reducer.end_backward(scope)
+        self.run_grad_acc_post_hooks()
+
+    # -------------------------------------------------- hooks after a backward, and counts per graph task
+
+    def register_grad_acc_post_hook(self, hook: Callable[[], None]) -> None:
+        """Call ``hook()`` after each backward's sweep."""
+        self._post_backward_hooks.append(hook)
+
+    def unregister_grad_acc_post_hooks(self) -> None:
+        self._post_backward_hooks.clear()
+
+    def run_grad_acc_post_hooks(self) -> None:
+        for hook in self._post_backward_hooks:
+            hook()
+
+    def should_refresh_expected_hook_count(self) -> bool:
+        """Whether the current graph task is one that no count has been made for; so a count is made once per graph
+        task."""
+        return autograd.current_graph_task_id() != self._task or self._expected_in_task is None
+
+    def reenter_backward_if_needed(self) -> None:
+        """Start the count of a graph task that has not been seen before."""
+        task = autograd.current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self.hooks_fired = 0
+            self._expected_in_task = None
+
+    def update_hook_state_and_maybe_run_epilogue(self, current_expected_count: int) -> bool:
+        """Count one firing of the current graph task against how many torch expects; True with the last one.
+
+        A hint only: that the task's firings are complete does not mean that the backward is.
+        """
+        self.reenter_backward_if_needed()
+        self._expected_in_task = current_expected_count
+        self.hooks_fired += 1
+        return self.hooks_fired == current_expected_count
+
+    def queue_post_backward_callback(self) -> bool:
+        """Run the post-backward hooks when the current graph task ends; False where torch cannot tell."""
+        inside = autograd.can_queue_callbacks() and autograd.current_graph_task_id() != autograd.NO_GRAPH_TASK
+        if inside:
+            autograd.queue_callback(self.run_grad_acc_post_hooks)
+        return inside
+
+    def reset_for_new_step(self) -> None:
+        """Forget the counts of the last backward."""
+        self.hooks_fired = 0
+        self._task = autograd.NO_GRAPH_TASK
+        self._expected_in_task = None
+
+
+def make_records(
+    param_groups: Sequence[dict[str, Any]], param_names: dict[torch.nn.Parameter, str]
+) -> tuple[list[list[ParameterRecord]], list[torch.nn.Parameter]]:
+    """One record per trainable parameter, grouped as in the optimizer and numbered in the order of the model.
+
+    Args:
+        param_groups: of the torch optimizer.
+        param_names: name of each parameter of the model, in the model's order.
+
+    Returns:
+        the records of each group, and the parameters left out because they are frozen.
+
+    Raises:
+        ValueError: a parameter that the model does not have, or one on the meta device.
+        AssertionError: a parameter that occurs twice.
+    """
+    position = {parameter: i for i, parameter in enumerate(param_names)}
+    seen = set()
+    groups: list[list[ParameterRecord]] = []
+    frozen: list[torch.nn.Parameter] = []
+    for g, param_group in enumerate(param_groups):
+        records: list[ParameterRecord] = []
+        for i, parameter in enumerate(param_group["params"]):
+            where = f"parameter {i} of optimizer group {g} (shape {tuple(parameter.shape)})"
+            if parameter not in position:
+                raise ValueError(
+                    f"{where} is not a parameter of the model given to deepspeed.initialize, so no gradient of the"
+                    " model could"
+                    " reach it. Build the optimizer from the parameters of this very model"
+                )
+            if parameter in seen:
+                raise AssertionError(f"{where}, named {param_names[parameter]!r}, occurs twice in the optimizer")
+            seen.add(parameter)
+            if parameter.is_meta:
+                raise ValueError(f"{where}, named {param_names[parameter]!r}, is on the meta device and has no values")
+            if not parameter.requires_grad:
+                frozen.append(parameter)
+            elif parameter.numel():
+                records.append(ParameterRecord(parameter, param_names[parameter], position[parameter]))
+        groups.append(records)
+    in_model_order = sorted((r for records in groups for r in records), key=lambda r: r.index)
+    for index, record in enumerate(in_model_order):
+        record.index = index
+        record.parameter.grad = None
+    return groups, frozen
+
+
+class ZeROOptimizer(DeepSpeedOptimizer):
+    """A torch optimizer that steps with reduced gradients: the step that all stages share.
+
+    Subclasses say how shards of gradient become an update of the weights (``_update``).
+
+    Args:
+        init_optimizer: the torch optimizer.
+        reducer: delivers true gradients.
+        param_names: name of each model parameter.
+        frozen: parameters of the optimizer that did not require grad when the engine was made.
+        loss_scaler: factor on the loss; 1 outside fp16.
+        clip_grad: largest global L2 norm; 0 disables clipping.
+        check_overflow: skip the step when the gradient is not finite.
+        compute_grad_norm: False saves the norm when it is neither clipped by nor checked.
+        mpu: model-parallel unit, whose group shares the norm.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        reducer: GradientReducer,
+        param_names: dict[torch.nn.Parameter, str],
+        frozen: list[torch.nn.Parameter],
+        loss_scaler: LossScalerBase,
+        clip_grad: float = 0.0,
+        check_overflow: bool = True,
+        compute_grad_norm: bool = True,
+        mpu: Any = None,
+    ) -> None:
+        if init_optimizer.state:
+            raise ValueError(
+                "the optimizer has already made steps; its state belongs to parameters that the engine replaces by"
+                " its own"
+                " master weights. Pass a fresh optimizer and load the state into the engine"
+            )
+        self.optimizer = init_optimizer
+        self.reducer = reducer
+        self.param_names = param_names
+        self.loss_scaler = loss_scaler
+        self.clip_grad = clip_grad
+        self.check_overflow_enabled = check_overflow
+        self.compute_grad_norm = compute_grad_norm
+        self.mpu = mpu
+        self.overflow = False
+        self.custom_loss_scaler = False
+        self.external_loss_scale: float | None = None
+        self._frozen = frozen
+        self._global_grad_norm: Any = None
+        self._clipped_grad_norm: Any = None
+        owner = weakref.ref(self)
+        self.backward_state = BackwardHookStateManager(
+            reducer,
+            retract=(lambda: owner().retract_gradients()) if reducer.layout.replicated else None,
+            needs_loss_scale=lambda: owner().needs_scaler(),
+        )
+
+    # ------------------------------------------------------------------ the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update the weights with the gradients of this window, unless they overflowed. Collective.
+
+        Raises:
+            RuntimeError: no backward was run in this window, or a parameter was unfrozen after the engine was made.
+            GradientAccountingError: the gradients of the window are incomplete or unusable.
+        """
+        if closure is not None:
+            raise NotImplementedError("step(closure): gradients come from backward before the step, not from a closure")
+        self.backward_state.close_unannounced()
+        self.retract_gradients()
+        self._check_still_frozen()
+        shards = self.reducer.synchronize()
+        if not self.reducer.ledger.reduced:
+            raise RuntimeError(
+                "step() without backward: no rank has run a backward since the last step, so there is no gradient. Call"
+                " engine.backward(loss) before engine.step()"
+            )
+        norm = self._global_norm(shards)
+        self.overflow = self._overflowed(norm, shards)
+        self._global_grad_norm = self._public_norm(norm)
+        scale = self.loss_scaler.loss_scale
+        if self.overflow:
+            self._global_grad_norm = math.inf
+            log_dist(f"gradients overflowed, step skipped; loss scale was {scale}", ranks=[0])
+        else:
+            self._clip(shards, norm)
+            self._update(shards)
+        self.reducer.start_window()
+        if not self.custom_loss_scaler:
+            self.loss_scaler.update_scale(self.overflow)
+
+    def _update(self, shards: list[torch.Tensor]) -> None:
+        """Step the inner optimizer with ``shards`` as gradient and write the model's weights."""
+        raise NotImplementedError
+
+    def settle_gradients(self) -> None:
+        """Reduce everything pending, so that the shards hold the whole gradient of the window so far. Collective."""
+        self.backward_state.close_unannounced()
+        self.retract_gradients()
+        self.reducer.settle()
+
+    def gradients_edited(self) -> None:
+        """The shards were written by an accessor."""
+
+    def retract_gradients(self) -> None:
+        """Take back gradients that were published in ``.grad``; stages that publish none have nothing to do."""
+
+    def _check_still_frozen(self) -> None:
+        thawed = [self.param_names[parameter] for parameter in self._frozen if parameter.requires_grad]
+        if thawed:
+            raise RuntimeError(
+                f"parameters {thawed[:5]} did not require grad when the engine was made and do now; their gradients"
+                " are neither"
+                " reduced nor applied. Unfreeze before deepspeed.initialize, or make a new engine"
+            )
+
+    # ------------------------------------------------------------------ norm, overflow, clipping
+
+    def _global_norm(self, shards: list[torch.Tensor]) -> torch.Tensor | None:
+        """L2 norm of the true gradient over all parameters of the world: 0-dim float64."""
+        if not self.compute_grad_norm:
+            return None
+        return self._reduce_sum_of_squares(shards).sqrt()
+
+    def _reduce_sum_of_squares(self, shards: list[torch.Tensor]) -> torch.Tensor:
+        device = shards[0].device if shards else torch.device("cpu")
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for shard in shards:
+            total += torch.linalg.vector_norm(shard, dtype=torch.float32).double().square()
+        if not self.reducer.layout.replicated:
+            collectives.sum_over_ranks(total, self.reducer.group)
+        if self.mpu is not None and hasattr(self.mpu, "get_model_parallel_group"):
+            collectives.sum_over_ranks(total, self.mpu.get_model_parallel_group())
+        return total
+
+    def _overflowed(self, norm: torch.Tensor | None, shards: list[torch.Tensor]) -> bool:
+        if not self.check_overflow_enabled:
+            return False
+        if norm is not None:
+            return not math.isfinite(norm.item())
+        device = shards[0].device if shards else torch.device("cpu")
+        bad = torch.zeros((), dtype=torch.float64, device=device)
+        for shard in shards:
+            bad += (~torch.isfinite(shard)).any()
+        if not self.reducer.layout.replicated:
+            collectives.sum_over_ranks(bad, self.reducer.group)
+        return bad.item() > 0
+
+    def _clip(self, shards: list[torch.Tensor], norm: torch.Tensor | None) -> None:
+        """Scale the gradient so that its norm is at most ``clip_grad``."""
+        self._clipped_grad_norm = norm
+        if not self.clip_grad:
+            return
+        excess = (norm + CLIP_EPSILON) / self.clip_grad
+        if self.check_overflow_enabled:  # the norm is on the host already
+            factor = 1.0 / max(1.0, excess.item())
+            if factor == 1.0:
+                return
+        else:
+            factor = 1.0 / excess.clamp(min=1.0)
+        self._clipped_grad_norm = norm * factor
+        for shard in shards:
+            shard.mul_(factor)
+
+    def _public_norm(self, norm: torch.Tensor | None) -> Any:
+        """The norm as ``get_global_grad_norm`` returns it: 0-dim float32."""
+        return None if norm is None else norm.float()
+
+    # ------------------------------------------------------------------ loss scale
+
+    @property
+    def loss_scale(self) -> float:
+        return self.external_loss_scale if self.custom_loss_scaler else self.loss_scaler.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.cur_scale = value
+
+    @property
+    def cur_scale(self) -> float:
+        return self.loss_scale
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        self.loss_scale = value
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self.loss_scaler.dynamic
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Use ``loss_scale`` from now on and stop adapting it."""
+        self.custom_loss_scaler = True
+        self.external_loss_scale = loss_scale
+
+    def needs_scaler(self) -> bool:
+        """Whether a backward is wrong without the loss scale."""
+        return self.custom_loss_scaler or self.loss_scaler.dynamic or self.loss_scaler.loss_scale != 1.0
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """``value`` times the loss scale if it is a scalar with a gradient; anything else unchanged."""
+        is_loss = isinstance(value, torch.Tensor) and value.numel() == 1 and value.grad_fn is not None
+        return value.float() * self.loss_scale if is_loss and self.needs_scaler() else value
+
+    # ------------------------------------------------------------------ torch optimizer surface
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the present window."""
+        self.backward_state.close_unannounced()
+        self.retract_gradients()
+        self.reducer.drop_window()
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_lr(self) -> float:
+        return self.param_groups[0]["lr"]
+
+    def destroy(self) -> None:
+        """Remove all hooks and free buffers; the model keeps its weights."""
+        self.reducer.destroy()

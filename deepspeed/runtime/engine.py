@@ -1,0 +1,524 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training engine: forward, backward, step. What a gradient goes through stands in ``runtime.gradients``."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import optimizer_factory
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_checks import unsupported_features
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from deepspeed.runtime.engine_config import EngineConfigAccessors
+from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
+from deepspeed.runtime.model_placement import broadcast_from_first_rank, cast_floating_inputs, cast_model
+from deepspeed.utils.logging import log_dist, set_log_level_from_string
+
+
+class DeepSpeedEngine(EngineConfigAccessors, torch.nn.Module):
+    """Wraps a model for data-parallel training. Made by ``deepspeed.initialize``.
+
+    ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()`` once per micro-batch; the engine knows which
+    micro-step ends an accumulation window and updates the weights there. ``loss.backward()`` in place of
+    ``engine.backward(loss)`` is equivalent.
+
+    Args:
+        args: namespace that may hold ``local_rank`` and ``device_rank``.
+        model: moved to the accelerator and cast as the config says, in place.
+        optimizer: torch optimizer, callable that makes one from parameters, or None for the one of the config.
+        model_parameters: parameters or groups for an optimizer made here; default all that require grad.
+        training_data: data set for ``training_dataloader``.
+        lr_scheduler: scheduler, or callable that makes one from the torch optimizer.
+        mpu: model-parallel unit that names the data-parallel group.
+        collate_fn: for the data loader.
+        config: what ``config_class`` was parsed from.
+        config_class: the parsed configuration.
+        dont_change_device: leave the model where it is.
+
+    Raises:
+        NotImplementedError: the config asks for a feature that is not built.
+        AssertionError, ValueError: see ``deepspeed.runtime.optimizer_factory``.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        model: torch.nn.Module,
+        optimizer: Any = None,
+        model_parameters: Any = None,
+        training_data: Any = None,
+        lr_scheduler: Any = None,
+        mpu: Any = None,
+        dist_init_required: bool | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        config: Any = None,
+        config_class: DeepSpeedConfig | None = None,
+        mesh_device: Any = None,
+        dont_change_device: bool = False,
+    ) -> None:
+        super().__init__()
+        self._config = config_class or DeepSpeedConfig(config, mpu)
+        self.config = self._config._param_dict
+        missing = unsupported_features(self._config)
+        if missing:
+            raise NotImplementedError("the config asks for features that are not built yet: " + "; ".join(missing))
+        if self._config.log_level is not None:
+            set_log_level_from_string(self._config.log_level)
+        self.mpu = mpu
+        self.collate_fn = collate_fn
+        self.data_parallel_group = mpu.get_data_parallel_group() if mpu is not None else dist.get_world_group()
+        self.global_rank = dist.get_rank()
+        self.local_rank = _local_rank(args)
+        self.world_size = dist.get_world_size()
+        self.dp_world_size = dist.get_world_size(self.data_parallel_group)
+        self.device = torch.device(get_accelerator().device_name(_device_index(args, self.local_rank)))
+        self.schedule = AccumulationSchedule(
+            self._config.gradient_accumulation_steps, self._config.managed_gradient_accumulation
+        )
+        self.global_steps = 0
+        self.global_samples = 0
+        self.skipped_steps = 0
+        self._step_applied = False
+        self._global_grad_norm: Any = None
+        self._stepper: ZeROOptimizer | None = None
+
+        cast_model(model, self._config)
+        if not dont_change_device:
+            model.to(self.device)
+        broadcast_from_first_rank(model, self.data_parallel_group)
+        self.module = model
+        self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+        self.basic_optimizer = optimizer_factory.basic_optimizer(optimizer, model_parameters, model, self._config)
+        self.optimizer = self._configure_optimizer()
+        self.lr_scheduler = optimizer_factory.lr_scheduler(
+            lr_scheduler, self.basic_optimizer, self.optimizer, self._config
+        )
+        if self._config.dump_state:
+            self._config.print("DeepSpeedEngine configuration")
+
+    def _configure_optimizer(self) -> Any:
+        """The optimizer of the stage; the basic one itself is shown where it steps on the parameters themselves."""
+        if self.basic_optimizer is None:
+            if self._config.zero_optimization_stage in (1, 2):
+                raise AssertionError(
+                    f"ZeRO stage {self._config.zero_optimization_stage} partitions optimizer state and needs an"
+                    " optimizer: pass"
+                    " one to deepspeed.initialize or name one in the config section 'optimizer'"
+                )
+            return None
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        self._stepper = optimizer_factory.stage_optimizer(
+            self.basic_optimizer, names, self._config, self.schedule, self.data_parallel_group, self.mpu
+        )
+        plain = self._config.zero_optimization_stage == 0 and not (self.fp16_enabled() or self.bfloat16_enabled())
+        return self.basic_optimizer if plain else self._stepper
+
+    # ------------------------------------------------------------------ forward, backward, step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped model."""
+        if self._stepper is not None:
+            self._stepper.backward_state.close_unannounced()
+        if self._config.float16_config.enabled and self._config.float16_config.auto_cast:
+            args, kwargs = cast_floating_inputs((args, kwargs), torch.float16)
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Compute gradients of ``loss`` and reduce them as the stage wants. Every rank calls it.
+
+        Args:
+            loss: scalar with a graph; it may pass through the engine, around it, or through several engines.
+            retain_graph: keep the graph for another backward.
+            scale_wrt_gas: False when the caller has divided by the accumulation count already.
+
+        Returns:
+            the loss divided by the accumulation count (unless ``scale_wrt_gas=False``), detached, without loss scale.
+
+        Raises:
+            AssertionError: there is no optimizer, or ``loss`` is not a scalar with a graph.
+        """
+        stepper = self._require_stepper("backward")
+        _require_loss(loss, "backward")
+        state = stepper.backward_state
+        scale = stepper.loss_scale if stepper.needs_scaler() else 1.0
+        state.enter_backward(loss_scale=scale, scale_wrt_gas=scale_wrt_gas)
+        try:
+            stepper.scale_if_loss(loss).backward(retain_graph=retain_graph)
+        except BaseException as error:
+            state.abort_backward(f"{type(error).__name__} in engine.backward")
+            raise
+        state.exit_backward()
+        loss = loss.detach()
+        return loss / self.schedule.steps if scale_wrt_gas else loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss`` times the loss scale, for ``engine.scale(loss).backward()``.
+
+        Raises:
+            AssertionError: there is no optimizer, or ``loss`` is not a scalar with a graph.
+        """
+        stepper = self._require_stepper("scale")
+        _require_loss(loss, "scale")
+        scale = stepper.loss_scale if stepper.needs_scaler() else 1.0
+        scaled = loss.float() * scale if scale != 1.0 else loss * 1.0
+        state = stepper.backward_state
+        scaled.register_hook(lambda _: state.enter_scaled_backward(scale))
+        return scaled
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-step; at the boundary of a window update the weights and the learning rate. Every rank calls it.
+
+        Raises:
+            RuntimeError: at a boundary without a backward since the last one.
+            AssertionError: inside ``no_sync()`` or without an optimizer.
+        """
+        stepper = self._require_stepper("step")
+        if self.schedule.deferred_by:
+            raise AssertionError(
+                f"engine.step() inside {self.schedule.deferred_by}: the gradients are not reduced there"
+            )
+        with self.schedule.stepping():
+            self._step_applied = False
+            stepper.backward_state.close_unannounced()
+            if self.schedule.is_boundary():
+                self._take_step(stepper, lr_kwargs or {})
+            self.schedule.micro_steps += 1
+
+    def _take_step(self, stepper: ZeROOptimizer, lr_kwargs: dict[str, Any]) -> None:
+        backwards = stepper.reducer.ledger.backwards
+        stepper.step()
+        self._global_grad_norm = stepper._global_grad_norm
+        self._forget_unmanaged_gradients()
+        if stepper.overflow:
+            self.skipped_steps += 1
+        else:
+            self._step_applied = True
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**lr_kwargs)
+        self.global_steps += 1
+        managed = self.schedule.managed
+        per_backward = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        self.global_samples += self.train_batch_size() if managed else per_backward * backwards
+        self._report_progress()
+
+    def _forget_unmanaged_gradients(self) -> None:
+        """Gradients of parameters that no optimizer updates must not pile up."""
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad = None
+
+    def _report_progress(self) -> None:
+        every = self.steps_per_print()
+        if every and self.global_steps % every == 0:
+            log_dist(
+                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}", [0]
+            )
+
+    def zero_grad(self) -> None:
+        """Drop all gradients of the present window and start a new one."""
+        if self._stepper is not None:
+            self._stepper.zero_grad()
+        self._forget_unmanaged_gradients()
+
+    def _require_stepper(self, what: str) -> ZeROOptimizer:
+        if self._stepper is None:
+            raise AssertionError(f"engine.{what}() needs an optimizer, and deepspeed.initialize was given none")
+        return self._stepper
+
+    # ------------------------------------------------------------------ accumulation
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the present micro-step ends a window."""
+        return self.schedule.is_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the present micro-step ends a window, from now on instead of counting.
+
+        Raises:
+            AssertionError: with ``managed_gradient_accumulation: false``, where every ``step()`` is a boundary.
+        """
+        if not self.schedule.managed:
+            raise AssertionError(
+                "set_gradient_accumulation_boundary: with managed_gradient_accumulation false every step() is a"
+                " boundary"
+            )
+        self.schedule.boundary_override = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients on this rank: backwards inside communicate nothing. They are reduced with those that follow.
+
+        Raises:
+            AssertionError: at stage 2 and later, which partition gradients in each backward; or when nested.
+        """
+        stage = self.zero_optimization_stage()
+        if stage >= 2:
+            raise AssertionError(
+                f"no_sync() is incompatible with gradient partitioning (ZeRO stage {stage}): each backward frees the"
+                " gradients"
+                " that other ranks own. Use gradient_accumulation_steps, or stage 0 or 1, or coalesce_grad_reduction()"
+            )
+        if self.schedule.deferred_by:
+            raise AssertionError(f"no_sync() inside {self.schedule.deferred_by}")
+        with self.schedule.deferring("no_sync()"):
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Accumulate several backwards on this rank and reduce once, at the end. Every rank calls it.
+
+        Raises:
+            NotImplementedError: at stage 0.
+            AssertionError: inside ``no_sync()``, or with ``managed_gradient_accumulation: false``.
+        """
+        if self.zero_optimization_stage() == 0:
+            raise NotImplementedError(
+                "coalesce_grad_reduction() is for ZeRO stages 1 and later; use no_sync() at stage 0"
+            )
+        if not self.schedule.managed:
+            raise AssertionError("coalesce_grad_reduction() is incompatible with managed_gradient_accumulation false")
+        if self.schedule.deferred_by:
+            raise AssertionError(f"coalesce_grad_reduction() inside {self.schedule.deferred_by}")
+        with self.schedule.deferring("coalesce_grad_reduction()"):
+            yield
+        stepper = self._require_stepper("coalesce_grad_reduction")
+        stepper.backward_state.close_unannounced()
+        if stepper.reducer.reduces_now():
+            stepper.reducer.reduce_pending()
+
+    @property
+    def micro_steps(self) -> int:
+        return self.schedule.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, value: int) -> None:
+        self.schedule.micro_steps = value
+
+    @property
+    def _is_gradient_accumulation_boundary(self) -> bool | None:
+        return self.schedule.boundary_override
+
+    @_is_gradient_accumulation_boundary.setter
+    def _is_gradient_accumulation_boundary(self, value: bool | None) -> None:
+        self.schedule.boundary_override = value
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of accumulation steps so that a window has ``train_batch_size`` samples.
+
+        Raises:
+            ValueError: not a multiple of micro batch times data-parallel size, or in the middle of a window.
+        """
+        per_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size <= 0 or train_batch_size % per_step:
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is not a multiple of micro batch size"
+                f" {self.train_micro_batch_size_per_gpu()} x data-parallel size {self.dp_world_size}"
+            )
+        if self._stepper is not None and not self._stepper.reducer.ledger.empty:
+            raise ValueError(
+                "the batch size cannot change within an accumulation window: call it right after a boundary step"
+            )
+        self._config.train_batch_size = train_batch_size
+        self._config.gradient_accumulation_steps = self.schedule.steps = train_batch_size // per_step
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples per micro-step, keeping the number of accumulation steps."""
+        self._config.train_micro_batch_size_per_gpu = micro_batch_size
+        self._config.train_batch_size = micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
+
+    def get_batch_info(self) -> tuple[Callable[[], int], Callable[[], int], Callable[[], int]]:
+        """The methods that tell train batch size, micro batch size and accumulation steps."""
+        return self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+
+    # ------------------------------------------------------------------ facts about the last step
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` updated the weights: at a boundary, without overflow."""
+        return self._step_applied
+
+    def get_global_grad_norm(self) -> Any:
+        """Global L2 norm of the last step's true gradient before clipping: 0-dim fp32 tensor at stages 1 and 2, float
+        at stage 0 and on overflow (inf), None before the first step or without ``compute_grad_norm``."""
+        return self._global_grad_norm
+
+    def _get_optimizer_param(self, name: str) -> list[Any]:
+        if self.basic_optimizer is None:
+            return []
+        return [group.get(name, 0.0) for group in self.basic_optimizer.param_groups]
+
+    def get_lr(self) -> list[Any]:
+        """Learning rate of each parameter group."""
+        return self._get_optimizer_param("lr")
+
+    def get_type(self) -> list[Any]:
+        """``type`` of each parameter group, 0.0 where it has none."""
+        return self._get_optimizer_param("type")
+
+    def get_mom(self) -> list[Any]:
+        """``betas`` of each parameter group, ``momentum`` for SGD and RMSprop."""
+        momentum = isinstance(self.basic_optimizer, (torch.optim.SGD, torch.optim.RMSprop))
+        return self._get_optimizer_param("momentum" if momentum else "betas")
+
+    # ------------------------------------------------------------------ module surface
+
+    def train(self, mode: bool = True) -> None:
+        """Training mode for the wrapped model. Returns nothing."""
+        self.training = mode
+        self.module.train(mode)
+
+    def eval(self) -> None:
+        """Evaluation mode for the wrapped model. Returns nothing."""
+        self.train(False)
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that the engine lacks are those of the wrapped model."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            raise
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """``state_dict`` of the wrapped model, names without ``module.``."""
+        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters():
+                if not parameter.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    @torch.no_grad()
+    def load_module_state_dict(
+        self,
+        checkpoint: dict[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Iterable[torch.nn.Parameter] | None = None,
+        allowed_missing_keys: Iterable[str] | None = None,
+    ) -> None:
+        """Load weights from ``checkpoint["module"]``; the master weights follow.
+
+        Raises:
+            RuntimeError: missing or unexpected keys, with ``strict``.
+        """
+        weights = checkpoint["module"]
+        if custom_load_fn is not None:
+            custom_load_fn(src=weights, dst=self.module)
+        else:
+            result = self.module.load_state_dict(weights)
+            missing = [key for key in result.missing_keys if key not in set(allowed_missing_keys or ())]
+            if strict and (missing or result.unexpected_keys):
+                raise RuntimeError(f"weights do not fit: missing {missing}, unexpected {result.unexpected_keys}")
+        if self._stepper is not None:
+            self._stepper.refresh_fp32_params()
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the model's ``state_dict`` in its own dtype from rank 0. Every rank calls it. True when written."""
+        if dist.get_rank() == 0:
+            os.makedirs(save_dir, exist_ok=True)
+            state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+            own = {key: value.detach().clone() if torch.is_tensor(value) else value for key, value in state.items()}
+            torch.save(own, os.path.join(save_dir, save_filename))
+        dist.barrier()
+        return True
+
+    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
+        """Old name of ``save_16bit_model``."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader that gives each data-parallel rank its own part of ``dataset``.
+
+        Raises:
+            ValueError: ``dataset`` is not a torch data set.
+        """
+        if not isinstance(dataset, torch.utils.data.Dataset) and not self.is_map_style_dataset(dataset):
+            raise ValueError(f"training_data must be a torch data set, not {type(dataset).__name__}")
+        return DeepSpeedDataLoader(
+            dataset,
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
+            pin_memory=pin_memory,
+            local_rank=self.local_rank,
+            tput_timer=None,
+            collate_fn=collate_fn or self.collate_fn,
+            num_local_io_workers=num_local_io_workers,
+            data_sampler=data_sampler,
+            data_parallel_world_size=self.dp_world_size,
+            data_parallel_rank=dist.get_rank(self.data_parallel_group),
+            dataloader_drop_last=self.dataloader_drop_last(),
+        )
+
+    @staticmethod
+    def is_map_style_dataset(obj: Any) -> bool:
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    @staticmethod
+    def is_iterable_style_dataset(obj: Any) -> bool:
+        return isinstance(obj, torch.utils.data.IterableDataset)
+
+    def destroy(self) -> None:
+        """Remove hooks from the model and free gradients, masters and buffers. May be called more than once."""
+        if self._stepper is not None:
+            self._stepper.destroy()
+            self._stepper = None
+
+    def __del__(self) -> None:
+        if self.__dict__.get("_stepper") is not None:
+            self.destroy()
+
+
+def _require_loss(loss: Any, what: str) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise AssertionError(
+            f"engine.{what}() needs a scalar loss, got {found}. For other tensors call output.backward(gradient)"
+        )
+    if loss.grad_fn is None:
+        raise AssertionError(
+            f"engine.{what}(): the loss has no graph (grad_fn is None); was it computed under no_grad or detached?"
+        )
+
+
+def _local_rank(args: Any) -> int:
+    """LOCAL_RANK, which ``args.local_rank`` must agree with when it is set."""
+    if "LOCAL_RANK" not in os.environ:
+        raise AssertionError("LOCAL_RANK is not set: start the script with torchrun or the deepspeed launcher")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    given = getattr(args, "local_rank", None)
+    if isinstance(given, int) and given >= 0 and given != local_rank:
+        raise AssertionError(f"args.local_rank is {given} but the environment says LOCAL_RANK={local_rank}")
+    return local_rank
+
+
+def _device_index(args: Any, local_rank: int) -> int:
+    device_rank = getattr(args, "device_rank", None)
+    return local_rank if device_rank is None else int(device_rank)
+
+
+__all__ = ["DeepSpeedEngine", "DeepSpeedOptimizer"]

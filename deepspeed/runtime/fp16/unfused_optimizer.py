@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage 0: every rank holds all weights, gradients and optimizer state."""
+
+from typing import Any
+
+import torch
+
+from deepspeed.comm.control import ControlChannel
+from deepspeed.runtime.base_optimizer import ZeROOptimizer, make_records
+from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
+from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
+from deepspeed.runtime.gradients.autograd_internals import copy_each
+from deepspeed.runtime.gradients.layout import Replicated, make_flat_groups, master_dtype
+from deepspeed.runtime.gradients.ledger import Ledger, ParameterRecord
+from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
+from deepspeed.utils.tensor_fragment import ParameterLink, link_parameters, unlink_parameters
+
+
+class ReplicatedOptimizer(ZeROOptimizer):
+    """The inner optimizer steps on whole tensors: fp32 parameters themselves, fp32 masters of 16-bit ones.
+
+    After a backward that reduced, ``.grad`` of each parameter is its mean over ranks, until the next backward or
+    step. Edits made there count.
+
+    Args:
+        init_optimizer: torch optimizer over parameters of the model, without state.
+        param_names: name of each model parameter, in the model's order.
+        group: data-parallel process group.
+        schedule: the engine's accumulation schedule.
+        settings: how gradients are reduced; ``every_backward`` is False at stage 0.
+        bucket_size: most elements in one bucket.
+        loss_scaler, clip_grad, check_overflow, mpu: see ``ZeROOptimizer``.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        param_names: dict[torch.nn.Parameter, str],
+        group: Any,
+        schedule: AccumulationSchedule,
+        settings: ReductionSettings,
+        bucket_size: int,
+        loss_scaler: LossScalerBase,
+        clip_grad: float = 0.0,
+        check_overflow: bool = True,
+        mpu: Any = None,
+    ) -> None:
+        channel = ControlChannel(group)
+        record_groups, frozen = make_records(init_optimizer.param_groups, param_names)
+        flat_groups = make_flat_groups(record_groups)
+        records = sorted((record for g in flat_groups for record in g.records), key=lambda record: record.index)
+        layout = Replicated(flat_groups, channel.rank, channel.world_size, bucket_size)
+        reducer = GradientReducer(layout, Ledger(records, rank=channel.rank), group, channel, schedule, settings)
+        super().__init__(
+            init_optimizer, reducer, param_names, frozen, loss_scaler, clip_grad, check_overflow, True, mpu
+        )
+        self.masters: dict[ParameterRecord, torch.Tensor] = {record: _master_of(record.parameter) for record in records}
+        for param_group, group_records in zip(init_optimizer.param_groups, record_groups):
+            param_group["params"] = [self.masters[record] for record in group_records]
+        self._published: dict[ParameterRecord, tuple[torch.Tensor, int]] = {}
+        for record in records:
+            record.parameter.register_hook(self.backward_state.before_accumulation)
+        self.backward_state.register_grad_acc_post_hook(self.publish_gradients)
+        link_parameters(self)
+
+    @property
+    def fp32_groups(self) -> list[list[torch.Tensor]]:
+        """fp32 masters, per parameter group."""
+        return [list(group["params"]) for group in self.param_groups]
+
+    # ------------------------------------------------------------------ published gradients
+
+    def _gradient_views(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
+        views = []
+        for group in self.reducer.layout.groups:
+            shard = self.reducer.shards[group.index]
+            for record, offset in zip(group.records, group.offsets):
+                parameter = record.parameter
+                views.append((record, shard.narrow(0, offset, parameter.numel()).view(parameter.shape)))
+        return views
+
+    @torch.no_grad()
+    def publish_gradients(self) -> None:
+        """Show the reduced gradient in ``.grad``: a view where the dtype allows, else a rounded copy."""
+        ledger = self.reducer.ledger
+        if not ledger.reduced or ledger.waiting() or not self.reducer.reduces_now():
+            return
+        self.reducer.order.join()
+        for record, view in self._gradient_views():
+            shown = view if view.dtype == record.parameter.dtype else view.to(record.parameter.dtype)
+            record.parameter.grad = shown
+            self._published[record] = (shown, shown._version)
+
+    @torch.no_grad()
+    def retract_gradients(self) -> None:
+        """Take the published gradients back, with whatever was edited in them."""
+        if not self._published:
+            return
+        for record, view in self._gradient_views():
+            parameter = record.parameter
+            shown, version = self._published[record]
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not shown or (shown._version != version and shown.data_ptr() != view.data_ptr()):
+                view.copy_(parameter.grad)
+            parameter.grad = None
+        self._published = {}
+
+    def settle_gradients(self) -> None:
+        super().settle_gradients()
+        self.publish_gradients()
+
+    def gradients_edited(self) -> None:
+        self._published = {}
+        for record in self.reducer.ledger.records:
+            record.parameter.grad = None
+        self.publish_gradients()
+
+    # ------------------------------------------------------------------ update
+
+    @torch.no_grad()
+    def _update(self, shards: list[torch.Tensor]) -> None:
+        low_precision, masters = [], []
+        for record, view in self._gradient_views():
+            master = self.masters[record]
+            master.grad = view if view.dtype == master.dtype else view.to(master.dtype)
+            if master is not record.parameter:
+                low_precision.append(record.parameter)
+                masters.append(master)
+        self.optimizer.step()
+        for master in self.masters.values():
+            master.grad = None
+        copy_each(low_precision, masters)
+
+    def _public_norm(self, norm: torch.Tensor | None) -> Any:
+        return None if norm is None else norm.item()
+
+    @torch.no_grad()
+    def refresh_fp32_params(self) -> None:
+        """Take the masters from the model's weights, after these were loaded."""
+        for record, master in self.masters.items():
+            if master is not record.parameter:
+                master.copy_(record.parameter)
+
+    # ------------------------------------------------------------------ for the accessors of deepspeed.utils
+
+    def own_master(self, link: ParameterLink) -> torch.Tensor:
+        return self.masters[link.record].data
+
+    def own_state(self, link: ParameterLink, state: torch.Tensor) -> torch.Tensor:
+        return state
+
+    def state_owner(self, link: ParameterLink) -> torch.Tensor:
+        return self.masters[link.record]
+
+    def add_fragment(self, link: ParameterLink) -> None:
+        """Whole parameters are nobody's fragment."""
+
+    def destroy(self) -> None:
+        self.retract_gradients()
+        super().destroy()
+        unlink_parameters(self)
+
+
+class FP16_UnfusedOptimizer(ReplicatedOptimizer):
+    """Stage 0 with fp16 or bf16 weights and one fp32 master per parameter."""
+
+
+def _master_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    wide = master_dtype(parameter.dtype)
+    return parameter if parameter.dtype == wide else parameter.detach().to(wide).requires_grad_()

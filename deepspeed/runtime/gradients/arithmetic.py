@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elementwise arithmetic between tensors of different dtypes that makes no large temporary.
+
+On CPU, torch's mixed-dtype operators first cast a whole operand into fresh memory, and the page faults of that cost
+more than the arithmetic. Here the cast goes through a scratch of a few hundred kilobytes that stays in cache.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from deepspeed.runtime.gradients.autograd_internals import add_each
+
+CHUNK = 1 << 16
+
+
+@torch.no_grad()
+def assign_scaled(target: torch.Tensor, source: torch.Tensor, scale: float) -> None:
+    """``target = scale * source``, rounded once to ``target``'s dtype. Both 1-D of equal size."""
+    if scale == 1.0:
+        target.copy_(source)
+    elif target.dtype == source.dtype:
+        torch.mul(source, scale, out=target)
+    elif target.dtype.itemsize >= source.dtype.itemsize:
+        target.copy_(source).mul_(scale)
+    else:
+        for into, chunk, scratch in _chunks(target, source, source.dtype):
+            into.copy_(torch.mul(chunk, scale, out=scratch))
+
+
+@torch.no_grad()
+def add_scaled(target: torch.Tensor, source: torch.Tensor, scale: float) -> None:
+    """``target += scale * source``, computed in ``target``'s dtype. Both 1-D of equal size."""
+    if target.dtype == source.dtype or target.device.type != "cpu":
+        target.add_(source, alpha=scale)
+        return
+    for into, chunk, scratch in _chunks(target, source, target.dtype):
+        into.add_(scratch.copy_(chunk), alpha=scale)
+
+
+def _chunks(
+    target: torch.Tensor, source: torch.Tensor, dtype: torch.dtype
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    scratch = torch.empty(min(CHUNK, target.numel()), dtype=dtype, device=target.device)
+    for into, chunk in zip(target.split(CHUNK), source.split(CHUNK)):
+        yield into, chunk, scratch[: chunk.numel()]
+
+
+def add_scaled_each(targets: list[torch.Tensor], sources: list[torch.Tensor], scale: float) -> None:
+    """``add_scaled`` for each pair of equal shapes; ``targets`` are contiguous."""
+    small_targets, small_sources = [], []
+    for target, source in zip(targets, sources):
+        mixed = target.dtype != source.dtype and target.device.type == "cpu"
+        if mixed and target.numel() > CHUNK:
+            add_scaled(target.view(-1), source.reshape(-1), scale)
+        else:
+            small_targets.append(target)
+            small_sources.append(source)
+    add_each(small_targets, small_sources, scale)

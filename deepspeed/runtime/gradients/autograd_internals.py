@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The private torch calls this package uses, each with a fallback that stays right.
+
+Nothing outside this file touches an underscored torch name of the autograd engine. What each fallback costs is said
+beside
+it: without these calls gradients still come out right, some collectives go out later or once more.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+_engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+_queue_callback = getattr(_engine, "queue_callback", None)
+_graph_task_id = getattr(torch._C, "_current_graph_task_id", None)
+_will_execute = getattr(torch._C, "_will_engine_execute_node", None)
+_foreach_copy = getattr(torch, "_foreach_copy_", None)
+_foreach_add = getattr(torch, "_foreach_add_", None)
+
+NO_GRAPH_TASK = -1
+
+
+def current_graph_task_id() -> int:
+    """Identifier of the run of the autograd engine this thread is in, ``NO_GRAPH_TASK`` outside of one.
+
+    Fallback: always ``NO_GRAPH_TASK``; a backward that no engine call announced then ends at the next engine call.
+    """
+    return NO_GRAPH_TASK if _graph_task_id is None else _graph_task_id()
+
+
+def can_queue_callbacks() -> bool:
+    """Whether the end of a graph task can be observed."""
+    return _queue_callback is not None and _graph_task_id is not None
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the current graph task ends without an exception.
+
+    The graph task owns ``callback``: when the task dies of an exception, the callback is released without having run,
+    which a weak reference to it can observe.
+    """
+    _queue_callback(callback)
+
+
+def enclosing_backward_node() -> BackwardCFunction | None:
+    """The autograd node whose ``backward`` started the graph task we are in; None in an outermost graph task.
+
+    A reentrant checkpoint calls the autograd engine from the ``backward`` of a custom function. That function's
+    context is the node of the *outer* graph and stands on this thread's Python stack, in the frame just above the
+    nested engine's call. The outermost node is returned when graph tasks nest several times.
+    """
+    node = None
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, BackwardCFunction):
+                node = first
+        frame = frame.f_back
+    return node
+
+
+def register_after_node(node: BackwardCFunction, callback: Callable[[], None]) -> list[Any]:
+    """Call ``callback`` once something downstream of ``node`` runs, hence after ``node`` and in the same graph task.
+
+    A post hook added to a node that is already running is not seen by the engine, so the hook goes in front of the
+    nodes that receive its results. Returns the handles that remove the hooks.
+    """
+    return [
+        successor.register_prehook(lambda _: callback())
+        for successor, _ in node.next_functions
+        if successor is not None
+    ]
+
+
+def accumulate_grad_nodes(parameters: Sequence[torch.nn.Parameter]) -> list[Any]:
+    """The AccumulateGrad node of each parameter, which must require grad."""
+    nodes = []
+    with torch.enable_grad():
+        for parameter in parameters:
+            nodes.append(parameter.view_as(parameter).grad_fn.next_functions[0][0])
+    return nodes
+
+
+def can_count_nodes_to_run() -> bool:
+    """Whether torch can tell which nodes the current graph task will run."""
+    return _will_execute is not None and _graph_task_id is not None
+
+
+def will_run_in_current_task(node: Any) -> bool:
+    """Whether the current graph task runs ``node``. Only valid inside a graph task."""
+    return bool(_will_execute(node))
+
+
+@torch.no_grad()
+def copy_each(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """``destination.copy_(source)`` for each pair, in as few launches as torch allows. Casts."""
+    if not destinations:
+        return
+    if _foreach_copy is not None:
+        _foreach_copy(destinations, sources)
+        return
+    for destination, source in zip(destinations, sources):
+        destination.copy_(source)
+
+
+@torch.no_grad()
+def add_each(destinations: list[torch.Tensor], sources: list[torch.Tensor], scale: float) -> None:
+    """``destination += scale * source`` for each pair, in as few launches as torch allows. Casts."""
+    if not destinations:
+        return
+    if _foreach_add is not None:
+        _foreach_add(destinations, sources, alpha=scale)
+        return
+    for destination, source in zip(destinations, sources):
+        destination.add_(source, alpha=scale)

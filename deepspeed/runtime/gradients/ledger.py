@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One record per parameter, and the account of a window's contributions.
+
+For each parameter, at any time,
+
+    true gradient of the window  =  mean over ranks( pending )  +  reduced
+
+where *pending* lies in ``parameter.grad`` or in a bucket's local accumulation buffer, and *reduced* is this rank's
+shard of what went through a collective. Every firing of the parameter's AccumulateGrad node delivers one
+contribution; contributions are counted when they are seen and again when they are taken over, and both counts must
+agree at the end of a window.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+
+class Phase(Enum):
+    """Where the contributions of one parameter are on this rank."""
+
+    IDLE = "idle"  # nothing waits here: no contribution yet, or all of them reduced
+    PENDING = "pending"  # contributions wait in .grad or in the local accumulation buffer
+    IN_FLIGHT = "in flight"  # handed to a collective that has not finished
+    LATE = "late"  # a collective is in flight and more contributions have arrived since
+
+
+class Move(Enum):
+    """What can happen to a parameter's contributions."""
+
+    FIRE = "fire"  # autograd delivered a contribution
+    PARK = "park"  # moved from .grad to the local accumulation buffer
+    SEND = "send"  # handed to a collective (zeros when there was nothing)
+    LAND = "land"  # the collective finished
+    DROP = "drop"  # discarded: aborted backward or zero_grad()
+
+
+TRANSITIONS: dict[tuple[Phase, Move], Phase] = {
+    (Phase.IDLE, Move.FIRE): Phase.PENDING,
+    (Phase.PENDING, Move.FIRE): Phase.PENDING,
+    (Phase.IN_FLIGHT, Move.FIRE): Phase.LATE,
+    (Phase.LATE, Move.FIRE): Phase.LATE,
+    (Phase.PENDING, Move.PARK): Phase.PENDING,
+    (Phase.LATE, Move.PARK): Phase.LATE,
+    (Phase.IDLE, Move.SEND): Phase.IN_FLIGHT,
+    (Phase.PENDING, Move.SEND): Phase.IN_FLIGHT,
+    (Phase.IN_FLIGHT, Move.LAND): Phase.IDLE,
+    (Phase.LATE, Move.LAND): Phase.PENDING,
+    (Phase.IDLE, Move.DROP): Phase.IDLE,
+    (Phase.PENDING, Move.DROP): Phase.IDLE,
+    (Phase.IN_FLIGHT, Move.DROP): Phase.IN_FLIGHT,
+    (Phase.LATE, Move.DROP): Phase.IN_FLIGHT,
+}
+AFTER_FIRING = {phase: TRANSITIONS[phase, Move.FIRE] for phase in Phase}
+
+
+class GradientAccountingError(RuntimeError):
+    """The accounts of a gradient do not add up: the step would use a wrong gradient, so it is refused."""
+
+
+class ParameterRecord:
+    """The one home of what is known about one parameter's gradient on this rank.
+
+    Args:
+        parameter: a leaf that requires grad, with at least one element.
+        name: for messages.
+        index: position among all records; the same on every rank.
+    """
+
+    __slots__ = (
+        "parameter", "name", "index", "phase", "unmoved", "seen", "taken", "in_hand", "pieces", "pieces_left",
+        "to_land", "parked", "awaited", "fired_in_backward", "streams", "listener", "handle", "__weakref__",
+    )  # fmt: skip
+
+    def __init__(self, parameter: torch.nn.Parameter, name: str, index: int) -> None:
+        self.parameter = parameter
+        self.name = name
+        self.index = index
+        self.phase = Phase.IDLE
+        self.unmoved = 0  # contributions that lie in .grad
+        self.seen = 0  # contributions of this window, by the hook
+        self.taken = 0  # contributions of this window, by whoever moved them out of .grad
+        self.in_hand: torch.Tensor | None = None  # gradient of which some pieces are still to be copied
+        self.pieces = 1  # in how many buckets this parameter lies
+        self.pieces_left = 0  # of them, how many are still to be copied in the present pass over the buckets
+        self.to_land = 0  # of them, how many are still to come back from a collective
+        self.parked = False  # whether the local accumulation buffers hold something of this parameter
+        self.awaited = 0  # firings still expected before its buckets are worth sending
+        self.fired_in_backward = 0
+        self.streams: list[object] = []  # device streams on which contributions were written
+        self.listener: Callable[[ParameterRecord], None] | None = None
+        self.handle: torch.utils.hooks.RemovableHandle | None = None
+
+    def move(self, move: Move) -> None:
+        """Make a legal move; GradientAccountingError with name, phase and move otherwise."""
+        after = TRANSITIONS.get((self.phase, move))
+        if after is None:
+            raise GradientAccountingError(
+                f"parameter {self.name!r}: illegal move '{move.value}' in phase '{self.phase.value}'"
+                f" ({self.seen} contributions seen, {self.taken} taken over in this window)"
+            )
+        self.phase = after
+
+    def on_accumulated(self, _: torch.Tensor) -> None:
+        """Post-accumulate-grad hook: autograd has just put a contribution into ``.grad``."""
+        self.listener(self)
+
+    def count(self) -> None:
+        """Enter the contribution that has just arrived into the books."""
+        self.phase = AFTER_FIRING[self.phase]
+        self.unmoved += 1
+        self.seen += 1
+        self.fired_in_backward += 1
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """Move what lies in ``.grad`` out of it, so that a later firing starts afresh. None when there is nothing."""
+        parameter = self.parameter
+        gradient = parameter.grad
+        if gradient is None:
+            return None
+        if not self.unmoved:
+            raise GradientAccountingError(stray_message([self]))
+        parameter.grad = None
+        self.taken += self.unmoved
+        self.unmoved = 0
+        return gradient.to_dense() if gradient.is_sparse else gradient
+
+    def next_piece(self, move: Move) -> torch.Tensor | None:
+        """The gradient to copy this parameter's next piece from; pieces are taken in bucket order, all from one
+        gradient.
+
+        ``move`` is SEND or PARK and is made with the first piece.
+        """
+        if self.pieces_left == 0:
+            if move is Move.SEND:
+                self.move(Move.SEND)
+                self.to_land = self.pieces
+                self.parked = False
+            elif self.unmoved:
+                self.move(Move.PARK)
+                self.parked = True
+            if self.pieces == 1:
+                return self.take_gradient()
+            self.in_hand = self.take_gradient()
+            self.pieces_left = self.pieces
+        self.pieces_left -= 1
+        gradient = self.in_hand
+        if self.pieces_left == 0:
+            self.in_hand = None
+        return gradient
+
+    def piece_landed(self) -> None:
+        """One piece came back from its collective."""
+        self.to_land -= 1
+        if self.to_land == 0:
+            self.move(Move.LAND)
+
+    def drop_gradient(self) -> None:
+        """Discard what lies in ``.grad``; it counts as never seen. What was parked by earlier backwards stays."""
+        self.parameter.grad = None
+        self.seen -= self.unmoved
+        self.unmoved = 0
+        self.in_hand = None
+        if not self.parked:
+            self.move(Move.DROP)
+
+    def start_window(self) -> None:
+        """Forget the counts of the last window; only legal when nothing waits."""
+        self.seen = self.taken = self.unmoved = 0
+        self.fired_in_backward = 0
+        self.parked = False
+        self.phase = Phase.IDLE
+
+
+@dataclass
+class Ledger:
+    """All records of a model and the state of the current accumulation window."""
+
+    records: list[ParameterRecord]
+    rank: int = 0
+    backwards: int = 0  # finished backwards of this window
+    reduced: bool = False  # whether anything of this window went through a collective
+    generation: int = 0  # windows that were dropped with reduced content in them
+    poison: str = ""  # why this window's gradient is unusable, empty when it is fine
+    expected_firings: dict[int, list[int]] = field(default_factory=dict)  # by ordinal of the backward, then by record
+
+    @property
+    def empty(self) -> bool:
+        """Whether no backward has finished since the window began."""
+        return self.backwards == 0
+
+    def waiting(self) -> list[ParameterRecord]:
+        """Records with contributions that no collective has taken."""
+        return [record for record in self.records if record.phase in (Phase.PENDING, Phase.LATE)]
+
+    def learn(self) -> None:
+        """Remember how often each parameter fired in the backward that just ended: the hint for the next window.
+
+        A parameter that ever fired in a backward of this ordinal is waited for from then on, so that branches which
+        alternate do not make their bucket leave too early each time.
+        """
+        last = self.expected_firings.get(self.backwards)
+        if last is None:
+            self.expected_firings[self.backwards] = [record.fired_in_backward for record in self.records]
+            return
+        for record in self.records:
+            fired = record.fired_in_backward
+            last[record.index] = fired or min(last[record.index], 1)
+
+    def expect(self) -> None:
+        """Set how many firings each parameter is waited for in the backward that begins; one where nothing is known."""
+        expected = self.expected_firings.get(self.backwards)
+        for record in self.records:
+            record.fired_in_backward = 0
+            record.awaited = 1 if expected is None else expected[record.index]
+
+    def strays(self) -> list[ParameterRecord]:
+        """Records whose ``.grad`` was set by hand: no hook saw it, so it must neither be used nor be lost in
+        silence."""
+        return [record for record in self.records if record.parameter.grad is not None and not record.unmoved]
+
+    def check_closed(self) -> None:
+        """Raise GradientAccountingError unless every contribution seen was reduced exactly once."""
+        wrong = [
+            record
+            for record in self.records
+            if record.seen != record.taken
+            or record.phase is not Phase.IDLE
+            or record.in_hand is not None
+            or record.parameter.grad is not None
+        ]
+        if wrong:
+            raise GradientAccountingError(
+                f"rank {self.rank}: the gradient of {len(wrong)} parameters is incomplete at the end of the window"
+                " after "
+                f"{self.backwards} backwards: {describe(wrong)}. Nothing was updated; call zero_grad() to start a"
+                " new window"
+            )
+
+    def start_window(self) -> None:
+        """Begin the next window."""
+        for record in self.records:
+            record.start_window()
+        self.backwards = 0
+        self.reduced = False
+        self.poison = ""
+
+
+def stray_message(records: list[ParameterRecord]) -> str:
+    """What to tell a user who assigned to ``.grad``."""
+    names = ", ".join(record.name for record in records[:5])
+    return (
+        f"{len(records)} parameters have a .grad that no backward produced ({names}); the optimizer would never see it."
+        " Use deepspeed.utils.safe_set_full_grad(parameter, value) to set a gradient, or set .grad to None"
+    )
+
+
+def describe(records: Iterable[ParameterRecord], limit: int = 5) -> str:
+    """Names and counts of the first few records, for messages."""
+    records = list(records)
+    parts = []
+    for record in records[:limit]:
+        stray = ", .grad set by hand" if record.parameter.grad is not None and not record.unmoved else ""
+        parts.append(f"{record.name} ({record.phase.value}, {record.seen} seen, {record.taken} taken over{stray})")
+    if len(records) > limit:
+        parts.append(f"and {len(records) - limit} more")
+    return "; ".join(parts)

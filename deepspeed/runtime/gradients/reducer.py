@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reducer: moves contributions from *pending* to *reduced*, the same way for every stage and world size.
+
+A **round** sends every bucket once, in a fixed order. During a backward buckets go out as their parameters fire; the
+sweep at its end sends the rest. What arrives after its bucket has gone is parked on this rank and goes in a
+correcting round, which all ranks agree on in ``synchronize()``. When a bucket goes is policy; that everything goes
+exactly once is checked there.
+
+True gradients come out: divided by accumulation count, world size and loss scale, in the shard's dtype.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed.runtime.gradients import agreement, collectives
+from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
+from deepspeed.runtime.gradients.backward_scope import BackwardScope
+from deepspeed.runtime.gradients.buckets import Bucket, BufferPool, CommBuffer
+from deepspeed.runtime.gradients.layout import FlatGroup, ShardLayout
+from deepspeed.runtime.gradients.ledger import GradientAccountingError, Ledger, ParameterRecord, Phase, stray_message
+from deepspeed.runtime.gradients.streams import order_for
+
+
+@dataclass(frozen=True)
+class ReductionSettings:
+    """Policy and numbers of reduction; none of it changes what is summed.
+
+    Args:
+        every_backward: reduce in each backward (stages 2, 3); otherwise only in those of the boundary micro-step (0,
+            1).
+        overlap: let a collective run while backward goes on.
+        persistent_buffers: keep communication buffers between backwards.
+        comm_dtype: dtype of collectives; None for each parameter's own.
+        accum_dtype: dtype of local accumulation and of the reduced shard (float16 is kept as float32 there: the shard
+            holds true gradients, which have no loss scale to keep them in range).
+        mean: divide by the world size.
+        predivide: share of that division done before the collective.
+        prescale: do all of it before.
+    """
+
+    every_backward: bool
+    overlap: bool = False
+    persistent_buffers: bool = True
+    comm_dtype: torch.dtype | None = None
+    accum_dtype: torch.dtype = torch.float32
+    mean: bool = True
+    predivide: float = 1.0
+    prescale: bool = False
+
+
+class GradientReducer:
+    """Owns the ledger, the buckets and this rank's shards of reduced gradient.
+
+    Args:
+        layout: flat groups and bucket plans.
+        ledger: records of the same parameters.
+        group: process group to average over.
+        channel: host-side agreement among the ranks of ``group``.
+        schedule: tells boundary micro-steps.
+        settings: see ``ReductionSettings``.
+    """
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        ledger: Ledger,
+        group: object,
+        channel: agreement.Channel,
+        schedule: AccumulationSchedule,
+        settings: ReductionSettings,
+    ) -> None:
+        self.layout = layout
+        self.ledger = ledger
+        self.group = group
+        self.channel = channel
+        self.schedule = schedule
+        self.settings = settings
+        device = layout.groups[0].device if layout.groups else torch.device("cpu")
+        self.order = order_for(device)
+        self.pool = BufferPool(settings.persistent_buffers)
+        self.buckets = self._make_buckets()
+        self._buckets_of: list[list[Bucket]] = [[] for _ in ledger.records]
+        for bucket in self.buckets:
+            for piece in bucket.plan.pieces:
+                self._buckets_of[piece.record.index].append(bucket)
+        self.shards: list[torch.Tensor | None] = [None] * len(layout.groups)
+        self.window_loss_scale = 1.0
+        self.collectives_issued = 0
+        self.bytes_communicated = 0
+        self._next = 0  # buckets sent in the open round
+        self._round_open = False
+        self._eager = False  # whether buckets may leave before the sweep
+        self._factor = 1.0
+        self._in_flight: list[tuple[Bucket, CommBuffer, torch.Tensor, object, float]] = []
+
+    def _make_buckets(self) -> list[Bucket]:
+        buckets = []
+        for position, plan in enumerate(self.layout.buckets):
+            group = self.layout.groups[plan.group]
+            comm_dtype = self.settings.comm_dtype or group.dtype
+            buckets.append(Bucket(plan, position, comm_dtype, self._accum_dtype(group), group.device))
+            self.pool.reserve(plan.numel, comm_dtype, group.device)
+        return buckets
+
+    def _accum_dtype(self, group: FlatGroup) -> torch.dtype:
+        wide = group.dtype if group.dtype.itemsize > 4 else None
+        return wide or self.settings.accum_dtype
+
+    # ------------------------------------------------------------------ numbers
+
+    def _unit(self) -> float:
+        """True gradient of one ordinary contribution, as a fraction of it, before averaging over ranks."""
+        return 1.0 / (self.schedule.steps * self.window_loss_scale)
+
+    def _scales(self, comm_dtype: torch.dtype) -> tuple[float, float]:
+        """Factors before and after the collective; their product is the unit over the world size.
+
+        The division comes after the sum, in the shard's dtype, except where the sum could leave the range of float16.
+        """
+        world = self.channel.world_size if self.settings.mean else 1
+        before = 1.0 / world if self.settings.prescale else 1.0 / self.settings.predivide
+        if comm_dtype is torch.float16:
+            before /= self.schedule.steps
+        return before, self._unit() / world / before
+
+    # ------------------------------------------------------------------ one backward
+
+    def begin_backward(self, scope: BackwardScope) -> None:
+        """Prepare for the firings of a backward. GradientAccountingError when a ``.grad`` was set by hand before it."""
+        if self.ledger.empty and not self.ledger.waiting():
+            self.window_loss_scale = scope.loss_scale
+        accumulation = 1.0 if scope.scale_by_accumulation else float(self.schedule.steps)
+        self._factor = accumulation * self.window_loss_scale / scope.loss_scale
+        self._eager = self.reduces_now()
+        self.ledger.expect()
+        if self._eager:
+            for bucket in self.buckets:
+                bucket.waiting = sum(1 for piece in bucket.plan.pieces if piece.record.awaited)
+
+    def reduces_now(self) -> bool:
+        """Whether a backward of the present micro-step reduces."""
+        if self.schedule.deferred_by:
+            return False
+        return self.settings.every_backward or self.schedule.is_boundary()
+
+    def on_contribution(self, record: ParameterRecord, scope: BackwardScope) -> None:
+        """A parameter fired: send the buckets that are complete and whose turn it is."""
+        if self.order.asynchronous:
+            self.order.note_writer(record.streams)
+        record.awaited -= 1
+        if record.awaited == 0 and self._eager:
+            ready = False
+            for bucket in self._buckets_of[record.index]:
+                bucket.waiting -= 1
+                ready = ready or (bucket.waiting == 0 and bucket.position == self._next)
+            if ready:
+                self._advance(scope)
+
+    def _advance(self, scope: BackwardScope) -> None:
+        """Send complete buckets, never out of order."""
+        self._open_round(scope)
+        while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
+            self._send(self.buckets[self._next])
+
+    def end_backward(self, scope: BackwardScope) -> None:
+        """The sweep: send what has not been sent, park what came too late or is not reduced now."""
+        if self._eager and (scope.announced or self._round_open or self.ledger.waiting()):
+            self._open_round(scope)
+            self._finish_round()
+        self._park()
+        if self._eager:
+            self.ledger.learn()
+        self.ledger.backwards += 1
+        self._eager = False
+        self.pool.release()
+
+    def abort_backward(self, reason: str) -> None:
+        """An exception ended the backward: drop its contributions, or make the window unusable if some were reduced."""
+        sent, total = self._next, len(self.buckets)
+        round_was_open = self._round_open
+        for record in self.ledger.records:
+            if record.unmoved or record.in_hand is not None:
+                record.drop_gradient()
+        if round_was_open:
+            self._finish_round()  # other ranks wait for the rest: give them zeros, so that the order of collectives stays whole
+            self.ledger.poison = (
+                f"a backward was aborted ({reason}) after {sent} of {total} gradient buckets had been reduced"
+            )
+        self._eager = False
+        self.pool.release()
+
+    # ------------------------------------------------------------------ rounds
+
+    def _open_round(self, scope: BackwardScope | None) -> None:
+        if self._round_open:
+            return
+        if scope is not None and not scope.announced:
+            agreement.agree(self.channel, self.ledger, wants_round=True, leftovers=True)
+        self._round_open = True
+        self._next = 0
+
+    def _finish_round(self) -> None:
+        """Send the remaining buckets and wait for all of them."""
+        while self._next < len(self.buckets):
+            self._send(self.buckets[self._next])
+        self._land_all()
+        self._round_open = False
+        self._next = 0
+        self.ledger.reduced = True
+
+    def _send(self, bucket: Bucket) -> None:
+        buffer = self.pool.get(bucket.slot, bucket.comm_dtype, bucket.device)
+        if buffer.user is not None:
+            self._land_until(buffer.user)
+        self.order.wait_mark(buffer.mark)
+        before, after = self._scales(bucket.comm_dtype)
+        with torch.no_grad(), torch.profiler.record_function(f"deepspeed.reduce_bucket_{bucket.position}"):
+            data = bucket.fill(buffer.data, self.order, self._factor, before)
+            self.order.fork()
+            with self.order.side():
+                plan = bucket.plan
+                work = collectives.reduce_buffer(data, plan.collective, plan.owner, plan.result, self.group)
+        self.collectives_issued += 1
+        self.bytes_communicated += data.nbytes
+        self._next += 1
+        buffer.user = bucket
+        self._in_flight.append((bucket, buffer, data, work, after))
+        if self.order.asynchronous or not self.settings.overlap:
+            self._land_all()
+        if not self.settings.overlap:
+            self.order.wait_mark(buffer.mark)
+
+    def _land_until(self, bucket: Bucket) -> None:
+        while bucket in [entry[0] for entry in self._in_flight]:
+            self._land(*self._in_flight.pop(0))
+
+    def _land_all(self) -> None:
+        while self._in_flight:
+            self._land(*self._in_flight.pop(0))
+
+    @torch.no_grad()
+    def _land(self, bucket: Bucket, buffer: CommBuffer, data: torch.Tensor, work: object, scale: float) -> None:
+        with self.order.side():
+            if work is not None:
+                work.wait()
+            bucket.land(data, self._shard(bucket.plan.group), scale)
+            buffer.mark = self.order.mark()
+        buffer.user = None
+
+    def _shard(self, group_index: int) -> torch.Tensor:
+        """This rank's shard of a group, allocated with the padding zeroed when first needed."""
+        shard = self.shards[group_index]
+        if shard is None:
+            group = self.layout.groups[group_index]
+            accum = self._accum_dtype(group)
+            dtype = torch.float32 if accum is torch.float16 else accum
+            shard = torch.zeros(group.shard_numel, dtype=dtype, device=group.device)
+            self.shards[group_index] = shard
+        return shard
+
+    def _park(self) -> None:
+        """Move what still lies in ``.grad`` to the local accumulation buffers."""
+        if any(record.unmoved for record in self.ledger.records):
+            for bucket in self.buckets:
+                bucket.park(self.order, self._factor)
+
+    # ------------------------------------------------------------------ end of a window
+
+    def reduce_pending(self) -> None:
+        """One round for everything pending. Collective: every rank calls it."""
+        self._open_round(None)
+        self._finish_round()
+
+    def settle(self) -> None:
+        """Reduce until no rank has anything pending. Collective.
+
+        Raises:
+            GradientAccountingError: on all ranks, when the window is unusable.
+        """
+        strays = self.ledger.strays()
+        if strays and not self.ledger.poison:
+            self.ledger.poison = stray_message(strays)
+        while True:
+            leftovers = bool(self.ledger.waiting())
+            verdict = agreement.agree(self.channel, self.ledger, wants_round=False, leftovers=leftovers)
+            if not verdict.round_wanted and not verdict.leftovers:
+                break
+            self.reduce_pending()
+            if not verdict.round_wanted:
+                break
+        self.order.join()
+
+    def local_gradient(self, record: ParameterRecord) -> torch.Tensor:
+        """This rank's own part of the window's gradient that no collective has taken: fp32, in the parameter's
+        shape."""
+        full = torch.zeros(record.parameter.numel(), dtype=torch.float32, device=record.parameter.device)
+        for bucket in self._buckets_of[record.index]:
+            bucket.add_local_to(full, record, self._unit())
+        return full.view(record.parameter.shape)
+
+    def synchronize(self) -> list[torch.Tensor]:
+        """Before the optimizer's step: settle, check the accounts, and return this rank's shards of the true gradient.
+
+        Returns:
+            one 1-D tensor per flat group, ``shard_numel`` elements, zero in the padding. Valid until ``start_window``.
+
+        Raises:
+            GradientAccountingError: a contribution is missing or was counted twice; names the parameters.
+        """
+        self.settle()
+        self.ledger.check_closed()
+        if self._in_flight or self._round_open or any(bucket.local_in_use for bucket in self.buckets):
+            raise GradientAccountingError(
+                f"rank {self.ledger.rank}: a gradient bucket is still in use at the end of the window"
+            )
+        return [self._shard(group.index) for group in self.layout.groups]
+
+    def start_window(self) -> None:
+        """Begin the next window after a step."""
+        keep_local = self.schedule.steps > 1 and not self.settings.every_backward
+        for bucket in self.buckets:
+            bucket.drop()
+            if not keep_local:
+                bucket.free_local()
+        self.ledger.start_window()
+
+    def drop_window(self) -> None:
+        """Discard everything of the present window (``zero_grad``)."""
+        for record in self.ledger.records:
+            record.parked = False
+            if record.unmoved or record.phase is not Phase.IDLE:
+                record.drop_gradient()
+        if self.ledger.reduced or self.ledger.poison:
+            self.ledger.generation += 1
+        self.start_window()
+
+    def destroy(self) -> None:
+        """Remove hooks and free every buffer."""
+        for record in self.ledger.records:
+            if record.handle is not None:
+                record.handle.remove()
+                record.handle = None
+            record.listener = None
+        self.pool.clear()
+        for bucket in self.buckets:
+            bucket.free_local()
+            bucket.forget_views()
+        self.shards = [None] * len(self.layout.groups)
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of communication buffers and local accumulation buffers held now."""
+        return self.pool.nbytes + sum(bucket.local_nbytes for bucket in self.buckets)

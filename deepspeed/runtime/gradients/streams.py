@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device streams of gradient reduction: which work waits for which.
+
+On CUDA, collectives and the arithmetic on their results run on a side stream, and the host never waits. On a device
+without streams the host itself waits for the collective. The reducer is written once, against this small surface.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+class HostOrder:
+    """No streams: operations happen in program order, a collective is awaited by the host."""
+
+    asynchronous = False
+
+    def note_writer(self, streams: list[object]) -> None:
+        """Remember the stream on which a gradient was written."""
+
+    def wait_for_writers(self, streams: list[object], gradient: torch.Tensor) -> None:
+        """Let the current stream wait for everything that wrote ``gradient``."""
+
+    def side(self) -> AbstractContextManager:
+        """Context in which collectives are launched and their results used."""
+        return nullcontext()
+
+    def fork(self) -> None:
+        """Let the side stream wait for the current stream."""
+
+    def mark(self) -> object | None:
+        """An event after everything now on the side stream; None when program order says it all."""
+        return None
+
+    def wait_mark(self, mark: object | None) -> None:
+        """Let the current stream wait for a mark."""
+
+    def join(self) -> None:
+        """Let the current stream wait for the side stream."""
+
+
+class SideStream(HostOrder):
+    """CUDA: one side stream per device for collectives and their results."""
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def note_writer(self, streams: list[object]) -> None:
+        current = torch.cuda.current_stream(self.device)
+        if current not in streams:
+            streams.append(current)
+
+    def wait_for_writers(self, streams: list[object], gradient: torch.Tensor) -> None:
+        current = torch.cuda.current_stream(self.device)
+        for writer in streams:
+            if writer != current:
+                current.wait_stream(writer)
+                gradient.record_stream(current)
+        streams.clear()
+
+    def side(self) -> AbstractContextManager:
+        return torch.cuda.stream(self.stream)
+
+    def fork(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def mark(self) -> torch.cuda.Event:
+        return self.stream.record_event()
+
+    def wait_mark(self, mark: torch.cuda.Event | None) -> None:
+        if mark is not None:
+            torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+
+def order_for(device: torch.device) -> HostOrder:
+    """The stream discipline of a device."""
+    return SideStream(device) if device.type == "cuda" else HostOrder()

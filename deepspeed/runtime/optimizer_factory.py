@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what the user gave (object, callable, config) to a torch optimizer, and from that to the optimizer of a
+stage."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.constants import MAX_GRAD_NORM
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer, ReplicatedOptimizer
+from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
+from deepspeed.runtime.gradients.reducer import ReductionSettings
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
+
+UNBUILT_OPTIMIZERS = ("lamb", "lion", "muon", "muadam", "muadamw", "musgd")
+OWN_KEYS = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")  # of the config, not of the torch constructors
+
+
+def basic_optimizer(
+    client: Any, model_parameters: Iterable[Any] | None, model: torch.nn.Module, config: DeepSpeedConfig
+) -> torch.optim.Optimizer | None:
+    """The torch optimizer: the client's object, else the client's callable, else the one of the config; None without
+    any.
+
+    Raises:
+        TypeError: the client's optimizer is neither a torch optimizer nor a callable.
+        AssertionError: the config names an optimizer that does not exist.
+        NotImplementedError: the config names one that is not built.
+    """
+    if isinstance(client, torch.optim.Optimizer):
+        return client
+    if client is None and config.optimizer_name is None:
+        return None
+    parameters = _parameters(model_parameters, model)
+    if client is None:
+        return _from_config(config.optimizer_name, dict(config.optimizer_params or {}), parameters)
+    if not callable(client):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer or a callable that makes one, not {type(client).__name__}"
+        )
+    optimizer = client(parameters)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"the optimizer callable returned {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    return optimizer
+
+
+def _parameters(model_parameters: Iterable[Any] | None, model: torch.nn.Module) -> list[Any]:
+    if isinstance(model_parameters, torch.nn.Module):
+        model_parameters = model_parameters.parameters()
+    given = list(model.parameters() if model_parameters is None else model_parameters)
+    return [item for item in given if isinstance(item, dict) or item.requires_grad]
+
+
+def _from_config(name: str, params: dict[str, Any], parameters: list[Any]) -> torch.optim.Optimizer:
+    if MAX_GRAD_NORM in params:
+        raise ValueError(
+            "optimizer.params.max_grad_norm is not supported, use gradient_clipping at the top level instead"
+        )
+    kind = name.lower()
+    if kind in UNBUILT_OPTIMIZERS:
+        raise NotImplementedError(f"optimizer.type {name!r} is not built yet")
+    decoupled = params.get("adam_w_mode", True)
+    for key in OWN_KEYS:
+        params.pop(key, None)
+    if params.pop("bias_correction", True) is not True:
+        raise NotImplementedError("optimizer.params.bias_correction false is not built yet")
+    if kind in ("adam", "adamw"):
+        cls = torch.optim.AdamW if kind == "adamw" or decoupled else torch.optim.Adam
+        params.setdefault("fused", None if "foreach" in params else _fused_adam_runs_on(parameters))
+        return cls(parameters, **params)
+    if kind == "adagrad":
+        return torch.optim.Adagrad(parameters, **params)
+    cls = getattr(torch.optim, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise AssertionError(
+            f"optimizer.type {name!r} is neither an optimizer of this package nor a class of torch.optim"
+        )
+    return cls(parameters, **params)
+
+
+def _fused_adam_runs_on(parameters: list[Any]) -> bool | None:
+    """True where torch has a fused kernel for the parameters' devices, None to leave the choice to torch."""
+    flat = [p for item in parameters for p in (item["params"] if isinstance(item, dict) else [item])]
+    devices = {p.device.type for p in flat if isinstance(p, torch.Tensor)}
+    return True if devices and devices <= {"cpu", "cuda"} else None
+
+
+def stage_optimizer(
+    basic: torch.optim.Optimizer,
+    param_names: dict[torch.nn.Parameter, str],
+    config: DeepSpeedConfig,
+    schedule: AccumulationSchedule,
+    group: Any,
+    mpu: Any,
+) -> ZeROOptimizer:
+    """The optimizer of the configured stage around ``basic``.
+
+    Raises:
+        AssertionError: an optimizer that is not known to work on flat shards, without
+            ``zero_allow_untested_optimizer``.
+    """
+    if config.zero_optimization_stage == 0:
+        return _replicated(basic, param_names, config, schedule, group, mpu)
+    if not is_zero_supported_optimizer(basic) and not config.zero_allow_untested_optimizer:
+        raise AssertionError(
+            f"{type(basic).__name__} has not been tested with ZeRO, which steps on flat shards instead of whole"
+            " parameters."
+            ' If it works elementwise, set "zero_allow_untested_optimizer": true'
+        )
+    zero, fp16 = config.zero_config, config.float16_config
+    return DeepSpeedZeroOptimizer(
+        basic,
+        param_names,
+        static_loss_scale=fp16.loss_scale,
+        dynamic_loss_scale=fp16.enabled and fp16.loss_scale == 0,
+        dynamic_loss_args=fp16.dynamic_loss_scale_args(),
+        contiguous_gradients=zero.contiguous_gradients,
+        reduce_bucket_size=zero.reduce_bucket_size,
+        use_multi_rank_bucket_allreduce=zero.use_multi_rank_bucket_allreduce,
+        allgather_bucket_size=zero.allgather_bucket_size,
+        allgather_partitions=zero.allgather_partitions,
+        dp_process_group=group,
+        reduce_scatter=zero.reduce_scatter,
+        overlap_comm=bool(zero.overlap_comm),
+        mpu=mpu,
+        clip_grad=config.gradient_clipping,
+        gradient_accumulation_dtype=config.grad_accum_dtype or torch.float32,
+        communication_data_type=config.communication_data_type,
+        postscale_gradients=not config.prescale_gradients,
+        gradient_predivide_factor=config.gradient_predivide_factor,
+        gradient_average=config.gradient_allreduce_op == "mean",
+        gradient_accumulation_steps=schedule.steps,
+        ignore_unused_parameters=zero.ignore_unused_parameters,
+        partition_grads=config.zero_optimization_stage == 2,
+        round_robin_gradients=zero.round_robin_gradients,
+        parameter_alignment=zero.parameter_alignment,
+        fp16_master_weights_and_gradients=fp16.fp16_master_weights_and_grads,
+        bf16_master_weights_and_gradients=config.bfloat16_config.bf16_master_weights_and_grads,
+        bf16_optimizer_states=config.bfloat16_config.bf16_optimizer_states,
+        check_grad_overflow=_checks_overflow(config),
+        compute_grad_norm=zero.compute_grad_norm,
+        schedule=schedule,
+    )
+
+
+def _replicated(
+    basic: torch.optim.Optimizer,
+    param_names: dict[torch.nn.Parameter, str],
+    config: DeepSpeedConfig,
+    schedule: AccumulationSchedule,
+    group: Any,
+    mpu: Any,
+) -> ReplicatedOptimizer:
+    fp16 = config.float16_config
+    dtype = torch.float16 if fp16.enabled else torch.float32
+    scaler = CreateLossScaler(
+        dtype, fp16.loss_scale, fp16.enabled and fp16.loss_scale == 0, fp16.dynamic_loss_scale_args()
+    )
+    settings = ReductionSettings(
+        every_backward=False,
+        overlap=bool(config.zero_config.overlap_comm),
+        persistent_buffers=config.zero_config.contiguous_gradients,
+        comm_dtype=config.communication_data_type,
+        accum_dtype=config.grad_accum_dtype or torch.float32,
+        mean=config.gradient_allreduce_op == "mean",
+        predivide=config.gradient_predivide_factor,
+        prescale=config.prescale_gradients,
+    )
+    cls = FP16_UnfusedOptimizer if fp16.enabled or config.bfloat16_config.enabled else ReplicatedOptimizer
+    return cls(
+        basic,
+        param_names,
+        group,
+        schedule,
+        settings,
+        config.zero_config.reduce_bucket_size,
+        scaler,
+        clip_grad=config.gradient_clipping,
+        check_overflow=_checks_overflow(config),
+        mpu=mpu,
+    )
+
+
+def _checks_overflow(config: DeepSpeedConfig) -> bool:
+    return not config.bfloat16_config.enabled or config.bfloat16_config.check_grad_overflow
+
+
+def lr_scheduler(client: Any, basic: torch.optim.Optimizer | None, wrapped: Any, config: DeepSpeedConfig) -> Any:
+    """The scheduler: the client's object, the client's callable applied to the basic optimizer, or that of the config.
+
+    Raises:
+        AssertionError: a scheduler without an optimizer, or a type that does not exist.
+    """
+    if client is not None:
+        if basic is None:
+            raise AssertionError("an lr_scheduler was given without an optimizer")
+        is_factory = callable(client) and not isinstance(client, torch.optim.lr_scheduler.LRScheduler)
+        return client(basic) if is_factory and not hasattr(client, "step") else client
+    name = config.scheduler_name
+    if name is None or basic is None:
+        return None
+    params = config.scheduler_params or {}
+    if name in lr_schedules.VALID_LR_SCHEDULES:
+        return getattr(lr_schedules, name)(wrapped, **params)
+    cls = getattr(torch.optim.lr_scheduler, name, None)
+    if cls is None:
+        raise AssertionError(
+            f"scheduler.type {name!r} is neither one of {lr_schedules.VALID_LR_SCHEDULES} nor a class of"
+            " torch.optim.lr_scheduler"
+        )
+    return cls(basic, **params)

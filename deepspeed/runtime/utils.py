@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numeric and bookkeeping helpers of the runtime."""
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.gradients import autograd_internals as autograd
+from deepspeed.utils.logging import logger
+
+
+def check_internal_apis_for_count_used_parameters() -> bool:
+    """Whether this torch can tell which AccumulateGrad nodes the current graph task will run."""
+    return autograd.can_count_nodes_to_run()
+
+
+def count_used_parameters_in_backward(parameters: Sequence[torch.nn.Parameter]) -> int:
+    """How many AccumulateGrad firings the current graph task will make among ``parameters``: torch's own answer.
+
+    A parameter counts once however often the graph uses it. Graph tasks nested in this one, such as those of reentrant
+    checkpoints, make firings of their own that are not counted here. Call it from inside a backward (a hook).
+
+    Raises:
+        RuntimeError: not inside a backward, or torch lacks the internal calls
+            (``check_internal_apis_for_count_used_parameters``).
+    """
+    if not autograd.can_count_nodes_to_run():
+        raise RuntimeError("this version of torch cannot tell which nodes a backward will run")
+    if autograd.current_graph_task_id() == autograd.NO_GRAPH_TASK:
+        raise RuntimeError("count_used_parameters_in_backward must be called during a backward, from a hook")
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    return sum(autograd.will_run_in_current_task(node) for node in autograd.accumulate_grad_nodes(trainable))
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python, numpy and torch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def move_to_device(item: Any, device: torch.device, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """Copy of a nested structure (list, tuple, dict) with its tensors on ``device``.
+
+    Args:
+        criterion_func: move only tensors for which it is true.
+    """
+    if isinstance(item, torch.Tensor):
+        wanted = criterion_func is None or criterion_func(item)
+        return item.to(device) if wanted else item
+    if isinstance(item, dict):
+        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(move_to_device(value, device, criterion_func) for value in item))
+    if isinstance(item, (list, tuple)):
+        return type(item)(move_to_device(value, device, criterion_func) for value in item)
+    return item
+
+
+def clip_grad_norm_(
+    parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> torch.Tensor:
+    """Scale the ``.grad`` of ``parameters`` so that their total norm is at most ``max_norm``; returns the norm before.
+
+    With ``mpu`` the norm is taken over its model-parallel group.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in gradients])
+    total = torch.linalg.vector_norm(norms, norm_type)
+    if mpu is not None:
+        infinite = norm_type == float("inf")
+        powered = total if infinite else total**norm_type
+        dist.all_reduce(
+            powered, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mpu.get_model_parallel_group()
+        )
+        total = powered if infinite else powered ** (1.0 / norm_type)
+    factor = max_norm / (total + 1e-6)
+    for gradient in gradients:
+        gradient.mul_(factor.clamp(max=1.0).to(gradient.dtype))
+    return total
+
+
+def get_global_norm(norm_list: list[float]) -> float:
+    """L2 norm of norms."""
+    return float(sum(norm**2 for norm in norm_list) ** 0.5)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log allocated and peak device memory on rank 0. Does nothing unless ``force``."""
+    if not force or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    accelerator = get_accelerator()
+    gib = 2.0**30
+    logger.info(
+        f"{message}: allocated {accelerator.memory_allocated() / gib:.2f} GiB,"
+        f" peak {accelerator.max_memory_allocated() / gib:.2f} GiB"
+    )
+
+
+class DummyOptim:
+    """An optimizer that updates nothing, for engines whose parameters are not trained.
+
+    Args:
+        params: parameters of its single group.
+    """
+
+    def __init__(self, params: Iterable[torch.nn.Parameter]) -> None:
+        self.param_groups = [{"params": list(params)}]

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO stages 1 and 2: optimizer state (1) and gradients (2) partitioned over the data-parallel ranks.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
+"""
+
+from typing import Any
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.comm.control import ControlChannel
+from deepspeed.runtime.base_optimizer import ZeROOptimizer, make_records
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.gradients import collectives
+from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
+from deepspeed.runtime.gradients.layout import FlatGroup, FlatPartition, make_flat_groups, round_robin
+from deepspeed.runtime.gradients.ledger import Ledger
+from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
+from deepspeed.runtime.zero.flat_weights import FlatWeights
+from deepspeed.runtime.zero.stage_1_and_2_surface import PartitionedOptimizerSurface
+from deepspeed.utils.tensor_fragment import link_parameters, unlink_parameters
+
+PADDING_PER_RANK = 2  # a slice is a multiple of so many elements
+ALIGNED_BYTES = 16  # with parameter_alignment
+
+
+class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, ZeROOptimizer):
+    """Partitions optimizer state, and with ``partition_grads`` gradients, in contiguous slices of each parameter group.
+
+    The model's weights become views of one flat tensor per group and dtype. The inner optimizer sees one flat fp32
+    tensor per parameter group (one per dtype when a group mixes dtypes): this rank's slice of the master weights.
+
+    Args:
+        init_optimizer: torch optimizer over parameters of the model, without state.
+        param_names: name of each model parameter, in the model's order.
+        partition_grads: reduce and free gradients in each backward (stage 2); otherwise only at the boundary (stage 1).
+        schedule: the engine's accumulation schedule; made here from ``gradient_accumulation_steps`` when absent.
+
+    The other arguments are named as in the configuration. Those of features that are not built raise
+    NotImplementedError.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        param_names: dict[torch.nn.Parameter, str],
+        timers: Any = None,
+        optimizer_params: dict[str, Any] | None = None,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        verbose: bool = True,
+        contiguous_gradients: bool = True,
+        reduce_bucket_size: int = 500000000,
+        use_multi_rank_bucket_allreduce: bool = True,
+        allgather_bucket_size: int = 5000000000,
+        dp_process_group: Any = None,
+        expert_parallel_group: Any = None,
+        expert_data_parallel_group: Any = None,
+        reduce_scatter: bool = True,
+        overlap_comm: bool = False,
+        offload_optimizer_config: Any = None,
+        zenflow_config: Any = None,
+        mpu: Any = None,
+        clip_grad: float = 0.0,
+        gradient_accumulation_dtype: torch.dtype = torch.float32,
+        communication_data_type: torch.dtype | None = None,
+        postscale_gradients: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average: bool = True,
+        gradient_accumulation_steps: int = 1,
+        ignore_unused_parameters: bool = True,
+        partition_grads: bool = True,
+        round_robin_gradients: bool = False,
+        parameter_alignment: bool = False,
+        has_moe_layers: bool = False,
+        fp16_master_weights_and_gradients: bool = False,
+        bf16_master_weights_and_gradients: bool = False,
+        bf16_optimizer_states: bool = False,
+        elastic_checkpoint: bool = False,
+        check_grad_overflow: bool = True,
+        compute_grad_norm: bool = True,
+        schedule: AccumulationSchedule | None = None,
+        allgather_partitions: bool = True,
+    ) -> None:
+        _refuse_unbuilt(
+            offload_optimizer=offload_optimizer_config is not None,
+            zenflow=zenflow_config is not None,
+            moe_layers=has_moe_layers,
+            fp16_master_weights_and_grads=fp16_master_weights_and_gradients,
+            bf16_master_weights_and_grads=bf16_master_weights_and_gradients,
+            bf16_optimizer_states=bf16_optimizer_states,
+            elastic_checkpoint=elastic_checkpoint,
+        )
+        group = dp_process_group if dp_process_group is not None else dist.get_world_group()
+        channel = ControlChannel(group)
+        record_groups, frozen = make_records(init_optimizer.param_groups, param_names)
+        if round_robin_gradients:
+            record_groups = [round_robin(records, channel.world_size) for records in record_groups]
+        flat_groups = make_flat_groups(record_groups)
+        layout = FlatPartition(
+            flat_groups,
+            channel.rank,
+            channel.world_size,
+            reduce_bucket_size,
+            reduce_scatter,
+            aligned_bytes=ALIGNED_BYTES if parameter_alignment else 0,
+            padding_multiple=PADDING_PER_RANK,
+        )
+        reducer = GradientReducer(
+            layout,
+            Ledger(_in_model_order(flat_groups), rank=channel.rank),
+            group,
+            channel,
+            schedule or AccumulationSchedule(gradient_accumulation_steps),
+            ReductionSettings(
+                every_backward=partition_grads,
+                overlap=overlap_comm,
+                persistent_buffers=contiguous_gradients,
+                comm_dtype=communication_data_type,
+                accum_dtype=gradient_accumulation_dtype,
+                mean=gradient_average,
+                predivide=gradient_predivide_factor,
+                prescale=not postscale_gradients,
+            ),
+        )
+        model_dtype = flat_groups[0].dtype if flat_groups else torch.float32
+        scaler = CreateLossScaler(model_dtype, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        super().__init__(
+            init_optimizer, reducer, param_names, frozen, scaler, clip_grad, check_grad_overflow, compute_grad_norm, mpu
+        )
+        self.dp_process_group = group
+        self.dtype = model_dtype
+        self.partition_gradients = partition_grads
+        self.overlap_comm = overlap_comm
+        self.reduce_scatter = reduce_scatter
+        self.contiguous_gradients = contiguous_gradients
+        self.communication_data_type = communication_data_type or model_dtype
+        self.gradient_accumulation_dtype = gradient_accumulation_dtype
+        self.allgather_partitions = allgather_partitions
+        self.allgather_bucket_size = allgather_bucket_size
+        self.weights = FlatWeights(layout)
+        link_parameters(self)
+        for index, param_group in enumerate(init_optimizer.param_groups):
+            param_group["params"] = [self.weights.masters[g.index] for g in flat_groups if g.param_group == index]
+
+    def create_gradient_handling_hooks(self) -> list[torch.utils.hooks.RemovableHandle]:
+        """The post-accumulate-grad hooks through which every contribution is seen, one per trainable parameter.
+
+        They are registered when the optimizer is made; each takes note of a firing and decides nothing else.
+        """
+        return [record.handle for record in self.reducer.ledger.records]
+
+    @torch.no_grad()
+    def _update(self, shards: list[torch.Tensor]) -> None:
+        masters = self.weights.masters
+        for master, shard in zip(masters, shards):
+            master.grad = shard if shard.dtype == master.dtype else shard.to(master.dtype)
+        self.optimizer.step()
+        for master in masters:
+            master.grad = None
+        self.update_lp_params()
+
+    @torch.no_grad()
+    def update_lp_params(self) -> None:
+        """Round this rank's master weights into the model's weights and gather everyone's."""
+        self.weights.write_own_slices()
+        for flat in self.weights.flats:
+            if self.allgather_partitions:
+                collectives.all_gather_slices(
+                    flat, self.reducer.channel.rank, self.dp_process_group, self.allgather_bucket_size
+                )
+            else:
+                collectives.broadcast_slices(flat, self.dp_process_group)
+
+    def refresh_fp32_params(self) -> None:
+        """Take the master weights from the model's weights, after these were loaded."""
+        self.weights.read_own_slices()
+
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """Reduce everything pending now. Collective."""
+        if pipeline_parallel:
+            raise NotImplementedError("pipeline parallelism is not built")
+        self.reducer.settle()
+
+    def destroy(self) -> None:
+        """Remove hooks and free buffers, masters and links from parameters; the model keeps its weights."""
+        super().destroy()
+        unlink_parameters(self)
+        self.weights.release()
+
+
+def _in_model_order(flat_groups: list[FlatGroup]) -> list[Any]:
+    return sorted((record for group in flat_groups for record in group.records), key=lambda record: record.index)
+
+
+def _refuse_unbuilt(**requested: bool) -> None:
+    for feature, wanted in requested.items():
+        if wanted:
+            raise NotImplementedError(f"{feature} is not built for ZeRO stages 1 and 2")

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a model parameter to its true gradient, its fp32 master weight and its optimizer state, wherever these are
+partitioned.
+
+Each parameter of an engine holds one ``ParameterLink``, with a weak reference to the optimizer: a model that outlives
+its engine does not keep the engine's memory. All ``safe_*_full_*`` functions are collective: every rank of the
+data-parallel group calls them.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed.runtime.gradients import collectives
+from deepspeed.runtime.gradients.layout import FlatGroup, master_dtype
+from deepspeed.runtime.gradients.ledger import ParameterRecord
+
+LINK = "_ds_link"
+
+
+@dataclass
+class fragment_address:
+    """A range of elements: ``numel`` of them from ``start``."""
+
+    numel: int
+    start: int
+
+
+@dataclass
+class tensor_fragment:
+    """What this rank owns of one parameter: its range in the weights (lp) and the matching range of the master (hp)."""
+
+    lp_fragment: torch.Tensor
+    lp_fragment_address: fragment_address
+    hp_fragment: torch.Tensor
+    hp_fragment_address: fragment_address
+    gradient_dict: dict
+    offload_gradient_dict: dict
+    use_offload: bool
+    param_group_index: int
+    optim_fragment: dict | None = None
+
+    def update_hp(self) -> None:
+        """Weights to master."""
+        self.hp_fragment.data.copy_(self.lp_fragment.data)
+
+    def update_lp(self) -> None:
+        """Master to weights, rounded."""
+        self.lp_fragment.data.copy_(self.hp_fragment.data)
+
+    def get_optim_state_keys(self) -> list[str]:
+        return list(self.optim_fragment or {})
+
+    def get_optim_state_fragment(self, key: str) -> torch.Tensor:
+        if key not in (self.optim_fragment or {}):
+            raise ValueError(f"{key} not found in optimizer state fragment")
+        return self.optim_fragment[key]
+
+    def get_hp_fragment_address(self) -> fragment_address:
+        return self.hp_fragment_address
+
+    def get_hp_fragment(self, optim_state_key: str | None = None) -> torch.Tensor:
+        return self.hp_fragment if optim_state_key is None else self.get_optim_state_fragment(optim_state_key)
+
+
+class ParameterLink:
+    """Where one parameter's gradient, master and state are: in the optimizer, which is held weakly."""
+
+    def __init__(self, optimizer: Any, record: ParameterRecord, group: FlatGroup, position: int) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.record = record
+        self.group = group
+        offset = group.offsets[position]
+        begin = max(offset, group.shard_start)
+        end = min(offset + record.parameter.numel(), group.shard_start + group.shard_numel)
+        self.begin, self.end = (
+            (begin - offset, end - offset) if begin < end else (0, 0)
+        )  # own elements of the parameter
+        self.shard_begin = begin - group.shard_start if begin < end else 0  # and where they are in the shard
+
+    @property
+    def optimizer(self) -> Any:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise RuntimeError(f"parameter {self.record.name!r}: its engine is gone")
+        return optimizer
+
+    def own_part(self, shard: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of the parameter, out of a 1-D tensor laid out like the group's shard."""
+        return shard.narrow(0, self.shard_begin, self.end - self.begin)
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Full tensor in the parameter's shape, fp32 or wider, from every rank's own elements. Collective unless
+        replicated."""
+        parameter = self.record.parameter
+        full = torch.zeros(parameter.numel(), dtype=master_dtype(own.dtype), device=parameter.device)
+        full[self.begin : self.end].copy_(own.detach().reshape(-1))
+        reducer = self.optimizer.reducer
+        if not reducer.layout.replicated:
+            collectives.sum_over_ranks(full, reducer.group)
+        return full.view(parameter.shape)
+
+    def scatter(self, value: torch.Tensor, own: torch.Tensor) -> None:
+        """Write this rank's elements of a full tensor where they live."""
+        parameter = self.record.parameter
+        if value.shape != parameter.shape:
+            raise ValueError(
+                f"parameter {self.record.name!r} has shape {tuple(parameter.shape)}, the value to set has"
+                f" {tuple(value.shape)}"
+            )
+        own.copy_(value.reshape(-1)[self.begin : self.end].view(own.shape))
+
+
+@torch.no_grad()
+def link_parameters(optimizer: Any) -> None:
+    """Give every trainable parameter of ``optimizer`` its link, and the fragment that outside code reads."""
+    for group in optimizer.reducer.layout.groups:
+        for position, record in enumerate(group.records):
+            link = ParameterLink(optimizer, record, group, position)
+            setattr(record.parameter, LINK, link)
+            optimizer.add_fragment(link)
+
+
+def unlink_parameters(optimizer: Any) -> None:
+    """Cut the links again."""
+    for record in optimizer.reducer.ledger.records:
+        for name in (LINK, "_hp_mapping"):
+            if hasattr(record.parameter, name):
+                delattr(record.parameter, name)
+
+
+def _link_of(param: torch.nn.Parameter) -> ParameterLink | None:
+    return getattr(param, LINK, None)
+
+
+def _own_gradient(link: ParameterLink) -> torch.Tensor:
+    """This rank's elements of the true gradient, with everything pending reduced first (collective)."""
+    optimizer = link.optimizer
+    optimizer.settle_gradients()
+    reducer = optimizer.reducer
+    if not reducer.ledger.reduced:
+        raise ValueError(
+            f"parameter {link.record.name!r} has no gradient: no backward has run since the last step or zero_grad()"
+        )
+    return link.own_part(reducer.shards[link.group.index])
+
+
+def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """True gradient of a parameter: the mean over ranks of what this window has accumulated so far, without loss scale.
+
+    Collective. Inside ``no_sync()`` it is this rank's own contribution instead.
+
+    Returns:
+        fp32 tensor in the parameter's shape; None for a frozen parameter.
+
+    Raises:
+        ValueError: no backward has run in this window.
+    """
+    link = _link_of(param)
+    if link is None:
+        return None if param.grad is None else param.grad.float()
+    if link.optimizer.reducer.schedule.deferred_by:
+        return link.optimizer.reducer.local_gradient(link.record)
+    return link.gather(_own_gradient(link))
+
+
+@torch.no_grad()
+def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Replace a parameter's true gradient; the norm and the step use the new one. Collective.
+
+    Args:
+        value: the same on every rank, in the parameter's shape.
+    """
+    link = _link_of(param)
+    if link is None:
+        param.grad = value
+        return
+    link.scatter(value, _own_gradient(link))
+    link.optimizer.gradients_edited()
+
+
+def safe_update_full_grad_vectorized(
+    param_list: list[torch.nn.Parameter], update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor]
+) -> None:
+    """Replace each parameter's gradient by ``update_func(gradient, parameter)``. Collective."""
+    for param in param_list:
+        safe_set_full_grad(param, update_func(safe_get_full_grad(param), param))
+
+
+def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """fp32 master weight in the parameter's shape, on every rank; None for a frozen parameter. Collective."""
+    link = _link_of(param)
+    return None if link is None else link.gather(link.optimizer.own_master(link))
+
+
+@torch.no_grad()
+def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the fp32 master weight; the model's weight follows at the next step. Collective."""
+    link = _require_link(param)
+    link.scatter(value, link.optimizer.own_master(link))
+
+
+def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """An entry of the optimizer's state, such as ``exp_avg``, in the parameter's shape. Collective.
+
+    An entry without dimensions, such as ``step``, is returned as it is.
+
+    Raises:
+        ValueError: there is no such entry, or no step has been made.
+    """
+    link = _link_of(param)
+    if link is None:
+        return None
+    state = _state_entry(link, optim_state_key)
+    return state.clone() if state.dim() == 0 else link.gather(link.optimizer.own_state(link, state))
+
+
+@torch.no_grad()
+def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replace an entry of the optimizer's state. Collective."""
+    link = _require_link(param)
+    link.scatter(value, link.optimizer.own_state(link, _state_entry(link, optim_state_key)))
+
+
+def _require_link(param: torch.nn.Parameter) -> ParameterLink:
+    link = _link_of(param)
+    if link is None:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} is not trained by any engine, so it has no master weight"
+        )
+    return link
+
+
+def _state_entry(link: ParameterLink, key: str) -> torch.Tensor:
+    state = link.optimizer.optimizer.state.get(link.optimizer.state_owner(link), {})
+    if key not in state:
+        known = ", ".join(sorted(state)) or "nothing, since no step has been made"
+        raise ValueError(f"{key} not found in the optimizer state of parameter {link.record.name!r}; it holds {known}")
+    return torch.as_tensor(state[key])
+
+
+def _local_only_for_stage3(function: str) -> Callable[..., Any]:
+    def refuse(param: torch.nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(
+            f"{function}: the parameter is not partitioned by ZeRO-3, so it has no local partition of its own."
+            f" Use {function.replace('local', 'full')}"
+        )
+
+    refuse.__name__ = function
+    return refuse
+
+
+safe_get_local_grad = _local_only_for_stage3("safe_get_local_grad")
+safe_set_local_grad = _local_only_for_stage3("safe_set_local_grad")
+safe_get_local_fp32_param = _local_only_for_stage3("safe_get_local_fp32_param")
+safe_set_local_fp32_param = _local_only_for_stage3("safe_set_local_fp32_param")
+safe_get_local_optimizer_state = _local_only_for_stage3("safe_get_local_optimizer_state")
+safe_set_local_optimizer_state = _local_only_for_stage3("safe_set_local_optimizer_state")
