@@ -13,7 +13,7 @@ from typing import Any
 
 import hjson
 import torch
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from deepspeed.comm.config import DeepSpeedCommsConfig
 from deepspeed.comm.constants import COMMS_LOGGER
@@ -110,6 +110,10 @@ AUTOCAST_DTYPE_NAMES = (
     "int8",
 )
 
+# Values that are never printed.
+SECRET_KEYS = ("api_key",)
+HIDDEN = "(hidden)"
+
 HYBRID_ENGINE = "hybrid_engine"
 PIPELINE = "pipeline"
 PIPELINE_DEFAULTS: dict[str, Any] = {
@@ -122,7 +126,7 @@ PIPELINE_DEFAULTS: dict[str, Any] = {
 }
 
 # Top-level keys with a single value: type, default, limits.
-_SCALARS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+TOP_LEVEL_SCALARS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     const.TRAIN_BATCH_SIZE: ("int", const.TRAIN_BATCH_SIZE_DEFAULT, {}),
     const.TRAIN_MICRO_BATCH_SIZE_PER_GPU: ("int", const.TRAIN_MICRO_BATCH_SIZE_PER_GPU_DEFAULT, {}),
     const.GRADIENT_ACCUMULATION_STEPS: ("int", const.GRADIENT_ACCUMULATION_STEPS_DEFAULT, {}),
@@ -152,7 +156,7 @@ _SCALARS: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }
 
 KNOWN_TOP_LEVEL_KEYS = (
-    *_SCALARS,
+    *TOP_LEVEL_SCALARS,
     const.COMMUNICATION_DATA_TYPE,
     const.SEQ_PARALLEL_COMMUNICATION_DATA_TYPE,
     const.OPTIMIZER,
@@ -263,8 +267,9 @@ def _load_base64(config: str) -> Any:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _scalar(param_dict: Mapping[str, Any], key: str) -> Any:
-    kind, default, limits = _SCALARS[key]
+def read_top_level(param_dict: Mapping[str, Any], key: str) -> Any:
+    """A top-level key of :data:`TOP_LEVEL_SCALARS`, checked, or its default."""
+    kind, default, limits = TOP_LEVEL_SCALARS[key]
     return read_value(param_dict, key, default, kind, **limits)
 
 
@@ -309,12 +314,12 @@ def _torch_autocast(param_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 def get_gradient_accumulation_steps(param_dict: Mapping[str, Any]) -> int | None:
     """``gradient_accumulation_steps`` as given."""
-    return _scalar(param_dict, const.GRADIENT_ACCUMULATION_STEPS)
+    return read_top_level(param_dict, const.GRADIENT_ACCUMULATION_STEPS)
 
 
 def get_managed_gradient_accumulation(param_dict: Mapping[str, Any]) -> bool:
     """``managed_gradient_accumulation``."""
-    return _scalar(param_dict, const.MANAGED_GRADIENT_ACCUMULATION)
+    return read_top_level(param_dict, const.MANAGED_GRADIENT_ACCUMULATION)
 
 
 def get_communication_data_type(
@@ -330,42 +335,42 @@ def get_communication_data_type(
 
 def get_prescale_gradients(param_dict: Mapping[str, Any]) -> bool:
     """``prescale_gradients``."""
-    return _scalar(param_dict, const.PRESCALE_GRADIENTS)
+    return read_top_level(param_dict, const.PRESCALE_GRADIENTS)
 
 
 def get_gradient_predivide_factor(param_dict: Mapping[str, Any]) -> float:
     """``gradient_predivide_factor``."""
-    return _scalar(param_dict, const.GRADIENT_PREDIVIDE_FACTOR)
+    return read_top_level(param_dict, const.GRADIENT_PREDIVIDE_FACTOR)
 
 
 def get_gradient_allreduce_op(param_dict: Mapping[str, Any]) -> str:
     """``gradient_allreduce_op`` in lower case. Raises ValueError for anything but mean and sum."""
-    return _scalar(param_dict, const.GRADIENT_ALLREDUCE_OP)
+    return read_top_level(param_dict, const.GRADIENT_ALLREDUCE_OP)
 
 
 def get_steps_per_print(param_dict: Mapping[str, Any]) -> float | None:
     """``steps_per_print``: int, float (also inf) or None (never)."""
-    return _scalar(param_dict, const.STEPS_PER_PRINT)
+    return read_top_level(param_dict, const.STEPS_PER_PRINT)
 
 
 def get_disable_allgather(param_dict: Mapping[str, Any]) -> bool:
     """``disable_allgather``."""
-    return _scalar(param_dict, const.DISABLE_ALLGATHER)
+    return read_top_level(param_dict, const.DISABLE_ALLGATHER)
 
 
 def get_dump_state(param_dict: Mapping[str, Any]) -> bool:
     """``dump_state``."""
-    return _scalar(param_dict, const.DUMP_STATE)
+    return read_top_level(param_dict, const.DUMP_STATE)
 
 
 def get_disable_python_gc(param_dict: Mapping[str, Any]) -> bool:
     """``disable_python_gc``."""
-    return _scalar(param_dict, const.DISABLE_PYTHON_GC)
+    return read_top_level(param_dict, const.DISABLE_PYTHON_GC)
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
     """``gradient_clipping``: the largest global gradient norm, 0 for no clipping."""
-    return _scalar(param_dict, const.GRADIENT_CLIPPING)
+    return read_top_level(param_dict, const.GRADIENT_CLIPPING)
 
 
 def get_pipeline_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -410,12 +415,12 @@ def get_optimizer_legacy_fusion(param_dict: Mapping[str, Any]) -> bool:
 
 def get_zero_allow_untested_optimizer(param_dict: Mapping[str, Any]) -> bool:
     """``zero_allow_untested_optimizer``."""
-    return _scalar(param_dict, const.ZERO_ALLOW_UNTESTED_OPTIMIZER)
+    return read_top_level(param_dict, const.ZERO_ALLOW_UNTESTED_OPTIMIZER)
 
 
 def get_zero_force_ds_cpu_optimizer(param_dict: Mapping[str, Any]) -> bool:
     """``zero_force_ds_cpu_optimizer``."""
-    return _scalar(param_dict, const.ZERO_FORCE_DS_CPU_OPTIMIZER)
+    return read_top_level(param_dict, const.ZERO_FORCE_DS_CPU_OPTIMIZER)
 
 
 def get_scheduler_name(param_dict: Mapping[str, Any]) -> str | None:
@@ -432,22 +437,22 @@ def get_scheduler_params(param_dict: Mapping[str, Any]) -> dict[str, Any] | None
 
 def get_train_batch_size(param_dict: Mapping[str, Any]) -> int | None:
     """``train_batch_size`` as given."""
-    return _scalar(param_dict, const.TRAIN_BATCH_SIZE)
+    return read_top_level(param_dict, const.TRAIN_BATCH_SIZE)
 
 
 def get_train_micro_batch_size_per_gpu(param_dict: Mapping[str, Any]) -> int | None:
     """``train_micro_batch_size_per_gpu`` as given."""
-    return _scalar(param_dict, const.TRAIN_MICRO_BATCH_SIZE_PER_GPU)
+    return read_top_level(param_dict, const.TRAIN_MICRO_BATCH_SIZE_PER_GPU)
 
 
 def get_wall_clock_breakdown(param_dict: Mapping[str, Any]) -> bool:
     """``wall_clock_breakdown``."""
-    return _scalar(param_dict, const.WALL_CLOCK_BREAKDOWN)
+    return read_top_level(param_dict, const.WALL_CLOCK_BREAKDOWN)
 
 
 def get_memory_breakdown(param_dict: Mapping[str, Any]) -> bool:
     """``memory_breakdown``."""
-    return _scalar(param_dict, const.MEMORY_BREAKDOWN)
+    return read_top_level(param_dict, const.MEMORY_BREAKDOWN)
 
 
 def get_hybrid_engine_config(param_dict: Mapping[str, Any]) -> HybridEngineConfig:
@@ -457,7 +462,7 @@ def get_hybrid_engine_config(param_dict: Mapping[str, Any]) -> HybridEngineConfi
 
 def get_expert_data_topo_config(param_dict: Mapping[str, Any]) -> bool:
     """``use_data_before_expert_parallelism``."""
-    return _scalar(param_dict, const.USE_DATA_BEFORE_EXPERT_PARALLEL)
+    return read_top_level(param_dict, const.USE_DATA_BEFORE_EXPERT_PARALLEL)
 
 
 def get_checkpoint_params(param_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -490,12 +495,12 @@ def get_checkpoint_parallel_write_pipeline(checkpoint_params: Mapping[str, Any])
 
 def get_dataloader_drop_last(param_dict: Mapping[str, Any]) -> bool:
     """``dataloader_drop_last``."""
-    return _scalar(param_dict, const.DATALOADER_DROP_LAST)
+    return read_top_level(param_dict, const.DATALOADER_DROP_LAST)
 
 
 def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
     """``log_level`` in lower case, None when absent."""
-    return _scalar(param_dict, const.LOG_LEVEL)
+    return read_top_level(param_dict, const.LOG_LEVEL)
 
 
 def _get_data_type(param_dict: Mapping[str, Any], key: str, default: str | None) -> torch.dtype | None:
@@ -552,8 +557,8 @@ class DeepSpeedConfig:
 
     def _read_batch_sizes(self) -> None:
         source = self._param_dict
-        self.sequence_parallel_size: int | None = _scalar(source, "sequence_parallel_size")
-        self.data_parallel_size: int | None = _scalar(source, "data_parallel_size")
+        self.sequence_parallel_size: int | None = read_top_level(source, "sequence_parallel_size")
+        self.data_parallel_size: int | None = read_top_level(source, "data_parallel_size")
         self._batch_sizes = resolve_batch_sizes(
             self._batch_size(const.TRAIN_BATCH_SIZE),
             self._batch_size(const.TRAIN_MICRO_BATCH_SIZE_PER_GPU),
@@ -573,7 +578,7 @@ class DeepSpeedConfig:
             raise DeepSpeedConfigTypeError(
                 f"Config key {key!r} must be an integer > 0, got 'auto': replace it by a number or leave it out"
             )
-        return _scalar(self._param_dict, key)
+        return read_top_level(self._param_dict, key)
 
     def _read_precision(self) -> None:
         source = self._param_dict
@@ -640,7 +645,7 @@ class DeepSpeedConfig:
         self.disable_python_gc = get_disable_python_gc(source)
         self.memory_breakdown = get_memory_breakdown(source)
         self.log_level = get_log_level(source)
-        self.vocabulary_size: int | None = _scalar(source, const.VOCABULARY_SIZE)
+        self.vocabulary_size: int | None = read_top_level(source, const.VOCABULARY_SIZE)
         self.comms_config = DeepSpeedCommsConfig(source)
         self.monitor_config = get_monitor_config(source)
         self.timers_config = get_timers_config(source)
@@ -669,115 +674,26 @@ class DeepSpeedConfig:
     def print_user_config(self) -> None:
         """Print the config as the user gave it, on rank 0."""
         if self.global_rank == 0:
-            text = json.dumps(self._param_dict, sort_keys=True, indent=4, cls=ScientificNotationEncoder)
+            text = json.dumps(
+                _without_secrets(self._param_dict), sort_keys=True, indent=4, cls=ScientificNotationEncoder
+            )
             print(f"user config = {text}")
 
     def print(self, name: str) -> None:
         """Print ``name``, then each effective value with its origin (user, default, derived), then the user config."""
         if self.global_rank == 0:
+            from deepspeed.runtime.config_report import describe  # which reads this module
+
             print(f"{name}:")
             print("\n".join(f"  {line}" for line in describe(self)))
         self.print_user_config()
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Printing effective values
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def describe(config: DeepSpeedConfig) -> list[str]:
-    """One line ``key = value  (origin)`` per effective value; origin is user, default or derived (with the reason)."""
-    given = config._param_dict
-    lines = []
-    for key, value in sorted(_effective_values(config).items()):
-        if isinstance(value, tuple):
-            value, origin = value
-        else:
-            origin = _origin(given, key)
-        text = str(value) if isinstance(value, (torch.dtype, os.PathLike)) else json.dumps(value, default=str)
-        lines.append(f"{key} = {text}  ({origin})")
-    return lines
-
-
-def _origin(given: Mapping[str, Any], dotted: str) -> str:
-    node: Any = given
-    for part in dotted.split("."):
-        if not isinstance(node, Mapping) or part not in node or node[part] == "auto":
-            return "default"
-        node = node[part]
-    return "user"
-
-
-def _effective_values(config: DeepSpeedConfig) -> dict[str, Any]:
-    given = config._param_dict
-    values: dict[str, Any] = {}
-    for key in _SCALARS:
-        values[key] = _scalar(given, key)
-    sizes = config._batch_sizes
-    for key, number in (
-        (const.TRAIN_BATCH_SIZE, sizes.train),
-        (const.TRAIN_MICRO_BATCH_SIZE_PER_GPU, sizes.micro),
-        (const.GRADIENT_ACCUMULATION_STEPS, sizes.gas),
-    ):
-        origin = "user" if _origin(given, key) == "user" else f"derived: {number.source}"
-        value = getattr(config, key)
-        values[key] = (value, origin if value == number.value else "derived: changed after the config was read")
-    values[const.COMMUNICATION_DATA_TYPE] = config.communication_data_type
-    values[const.SEQ_PARALLEL_COMMUNICATION_DATA_TYPE] = config.seq_parallel_communication_data_type
-    if config.flops_profiler_config.enabled:
-        values[const.WALL_CLOCK_BREAKDOWN] = (config.wall_clock_breakdown, "derived: flops_profiler.enabled")
-    for key in (const.GRAD_ACCUM_DTYPE, const.PARAM_DTYPE, const.BUFFER_DTYPE, const.KEEP_IN_FP32_MODULES):
-        values[f"{const.DATA_TYPES}.{key}"] = getattr(config, key)
-    values[f"{const.OPTIMIZER}.type"] = config.optimizer_name
-    values[f"{const.OPTIMIZER}.params"] = config.optimizer_params
-    values[f"{const.OPTIMIZER}.{const.LEGACY_FUSION}"] = config.optimizer_legacy_fusion
-    values[f"{const.SCHEDULER}.type"] = config.scheduler_name
-    values[f"{const.SCHEDULER}.params"] = config.scheduler_params
-    autocast = const.TORCH_AUTOCAST
-    modules = config.torch_autocast_lower_precision_safe_modules
-    values[f"{autocast}.{const.TORCH_AUTOCAST_ENABLED}"] = config.torch_autocast_enabled
-    values[f"{autocast}.{const.TORCH_AUTOCAST_DTYPE}"] = config.torch_autocast_dtype
-    values[f"{autocast}.{const.TORCH_AUTOCAST_LOWER_PRECISION_SAFE_MODULES}"] = modules
-    for name, section in (
-        (const.FP16, config.float16_config),
-        (const.BFLOAT16, config.bfloat16_config),
-        (ZERO_OPTIMIZATION, config.zero_config),
-        (COMMS_LOGGER, config.comms_config.comms_logger),
-        (f"{TIMERS}.throughput", config.timers_config),
-        *((monitor, getattr(config.monitor_config, monitor)) for monitor in DeepSpeedMonitorConfig.model_fields),
-    ):
-        values.update(_model_values(name, section, given))
-    for name, plain in (
-        (AIO, config.aio_config),
-        (const.CHECKPOINT, config.checkpoint_config),
-        (
-            const.CHECKPOINT,
-            {
-                const.LOAD_UNIVERSAL_CHECKPOINT: config.load_universal_checkpoint,
-                const.USE_NODE_LOCAL_STORAGE_CHECKPOINT: config.use_node_local_storage,
-            },
-        ),
-        (FLOPS_PROFILER, config.flops_profiler_config.repr()),
-        (ACT_CHKPT, config.activation_checkpointing_config.repr()),
-    ):
-        values.update({f"{name}.{key}": value for key, value in plain.items()})
-    return values
-
-
-def _model_values(name: str, model: BaseModel, given: Mapping[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for field, info in type(model).model_fields.items():
-        value = getattr(model, field)
-        key = f"{name}.{info.alias or field}"
-        if isinstance(value, BaseModel):
-            values.update(_model_values(key, value, given))
-        elif field in model.model_fields_set:
-            values[key] = (value, "user")
-        elif value != info.get_default(call_default_factory=True):
-            values[key] = (value, "derived")
-        else:
-            values[key] = (value, "default")
-    return values
+def _without_secrets(section: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: HIDDEN if key in SECRET_KEYS and value else _without_secrets(value) if isinstance(value, dict) else value
+        for key, value in section.items()
+    }
 
 
 class DeepSpeedConfigWriter:
@@ -801,18 +717,8 @@ class DeepSpeedConfigWriter:
             json.dump(self.data, file)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """``python -m deepspeed.runtime.config FILE``: print the effective values of a config and where each comes from."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if len(arguments) != 1:
-        print("usage: python -m deepspeed.runtime.config FILE", file=sys.stderr)
-        return 2
-    config = DeepSpeedConfig(arguments[0])
-    print("\n".join(describe(config)))
-    for feature in unsupported_features(config):
-        print(f"NOT SUPPORTED {feature}")
-    return 0
-
-
 if __name__ == "__main__":
+    # Not defined here: run as a script this file is a second copy of the module that the package has imported.
+    from deepspeed.runtime.config_report import main
+
     sys.exit(main())

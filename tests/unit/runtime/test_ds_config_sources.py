@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigWriter, describe, load_config, main
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigWriter, load_config
+from deepspeed.runtime.config_report import describe, main
 from deepspeed.runtime.config_utils import ScientificNotationEncoder, pp_int
 
 SMALL = {"train_batch_size": 4, "zero_optimization": {"stage": 2}}
@@ -134,6 +135,13 @@ def test_print_shows_the_effective_and_the_user_config(capsys):
     assert out.startswith("my config:\n")
     assert "zero_optimization.stage = 2  (user)" in out
     assert "user config = {" in out
+
+
+def test_secrets_are_not_printed(capsys):
+    DeepSpeedConfig({**SMALL, "comet": {"api_key": "swordfish", "project": "trout"}}).print("x")
+    out = capsys.readouterr().out
+    assert "swordfish" not in out
+    assert out.count("trout") == 2 and out.count("(hidden)") == 2
 
 
 def test_only_rank_0_prints(capsys, monkeypatch):
