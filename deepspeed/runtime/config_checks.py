@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed.runtime.config_utils import (
+    AUTO,
     DeepSpeedConfigError,
     closest_key,
     read_section,
@@ -193,7 +194,7 @@ def offloads(section: Any) -> bool:
 
 
 def _section_enabled(name: str) -> Callable[[DeepSpeedConfig], bool]:
-    return lambda config: bool(read_section(config._param_dict, name).get("enabled", False))
+    return lambda config: read_section(config._param_dict, name).get("enabled", False) not in (False, None, AUTO)
 
 
 def _section_not_empty(name: str) -> Callable[[DeepSpeedConfig], bool]:
@@ -246,6 +247,11 @@ _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
         "automatic tensor parallelism",
         lambda c: c.tensor_parallel_config.autotp_size > 0,
     ),
+    ("flops_profiler.enabled", "flops profiler", _section_enabled("flops_profiler")),
+    ("tensorboard.enabled", "TensorBoard monitor", _section_enabled("tensorboard")),
+    ("wandb.enabled", "Weights & Biases monitor", _section_enabled("wandb")),
+    ("csv_monitor.enabled", "CSV monitor", _section_enabled("csv_monitor")),
+    ("comet.enabled", "Comet monitor", _section_enabled("comet")),
     ("datastates_ckpt", "DataStates checkpoint engine", _section_not_empty("datastates_ckpt")),
     ("checkpoint.writer", "checkpoint file writers", lambda c: c.checkpoint_config["writer"] is not None),
 ]
