@@ -118,6 +118,10 @@ def test_no_python_executes_directly(tmp_path):
 
 def test_failing_rank_ends_the_others_and_gives_its_status(tmp_path):
     text = ANNOUNCE + (
+        "def on_signal(signum, frame):\n"
+        "    say(f'got{rank}', signum)\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, on_signal)\n"
         "say(f'pid{rank}', os.getpid())\n"
         "while not os.path.exists('pid0') or not os.path.exists('pid1'): time.sleep(0.01)\n"
         "sys.exit(13) if rank == 1 else time.sleep(600)\n"
@@ -128,6 +132,7 @@ def test_failing_rank_ends_the_others_and_gives_its_status(tmp_path):
     status, _, err = launcher.finish()
     assert status == 13
     assert "rank 1 (local rank 1" in err and "exited with status 13" in err
+    assert (tmp_path / "got0").read_text() == str(int(signal.SIGTERM))  # asked first, not killed
     assert not any(runs(pid) for pid in pids)
     assert time.monotonic() - started < 9  # well before the grace period ends
 
