@@ -109,10 +109,12 @@ class ParameterRecord:
 
     def count(self) -> None:
         """Enter the contribution that has just arrived into the books."""
+        self.fired_in_backward += 1
+        if self.parameter.grad is None:
+            return  # a custom function returned None for this input: autograd fires the hook but delivers nothing
         self.phase = AFTER_FIRING[self.phase]
         self.unmoved += 1
         self.seen += 1
-        self.fired_in_backward += 1
 
     def take_gradient(self) -> torch.Tensor | None:
         """Move what lies in ``.grad`` out of it, so that a later firing starts afresh. None when there is nothing."""
