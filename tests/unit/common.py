@@ -49,6 +49,8 @@ class DistributedExec:
     """True skips where there is no CUDA device."""
     exec_timeout: float | None = None
     """Seconds after which the ranks are stopped and the test fails; None takes DS_TEST_TIMEOUT, else 120."""
+    idle_timeout: float = 20.0
+    """Seconds after which the test fails if some ranks have passed and the others do nothing but wait."""
 
 
 class DistributedTest(DistributedExec):
@@ -139,8 +141,7 @@ def run_test(item: pytest.Function, pools: RankPools) -> None:
         _run_in_new_group(owner, world_size, job)
         return
     _check_requirements(owner)
-    outcomes = pools.take(owner, world_size).run(job, _timeout_of(owner))
-    raise_outcome(outcomes, _timeout_of(owner))
+    raise_outcome(pools.take(owner, world_size).run(job, _timeout_of(owner), owner.idle_timeout))
 
 
 def fixture_function(owner: type[DistributedFixture]) -> Any:
@@ -167,14 +168,14 @@ def add_fixture_functions(module: Any) -> None:
             setattr(module, f"_fixture_function_of_{name}", fixture_function(value))
 
 
-def raise_outcome(outcomes: list[Outcome], timeout: float) -> None:
+def raise_outcome(outcomes: list[Outcome]) -> None:
     """Turn what the ranks said into pytest's exception; return if all of them passed.
 
     A failure on any rank is a failure, else an xfail on any rank an xfail, else a skip on any rank a skip.
     """
     kinds = {outcome.kind for outcome in outcomes}
     if kinds & {"failed", "died", "hung"}:
-        pytest.fail(_describe_failure(outcomes, timeout), pytrace=False)
+        pytest.fail(_describe_failure(outcomes), pytrace=False)
     for kind, end in (("xfailed", pytest.xfail), ("skipped", pytest.skip)):
         if kind in kinds:
             reasons = [outcome.reason for outcome in outcomes if outcome.kind == kind]
@@ -186,9 +187,9 @@ def raise_outcome(outcomes: list[Outcome], timeout: float) -> None:
 def _run_in_new_group(owner: type[DistributedExec], world_size: int, job: Job) -> None:
     _check_requirements(owner)
     group = _new_group(owner, world_size)
-    outcomes = group.run(job, _timeout_of(owner))
+    outcomes = group.run(job, _timeout_of(owner), owner.idle_timeout)
     faults = group.close() if group.usable else []
-    raise_outcome(outcomes, _timeout_of(owner))
+    raise_outcome(outcomes)
     if faults:
         pytest.fail(f"after the test: {'; '.join(faults)}", pytrace=False)
 
@@ -245,7 +246,7 @@ def _pickle(name: str, value: Any) -> bytes:
     )
 
 
-def _describe_failure(outcomes: list[Outcome], timeout: float) -> str:
+def _describe_failure(outcomes: list[Outcome]) -> str:
     """Text of a failure: one line that says what happened, then each rank, those that failed first in front."""
     # A death comes to light at its peers first, as broken connections.
     order = {"died": 0, "failed": 1, "hung": 2, "stopped": 3}
@@ -258,7 +259,7 @@ def _describe_failure(outcomes: list[Outcome], timeout: float) -> str:
                 break
         else:
             groups.append(([outcome.rank], outcome))
-    headline = _headline(groups[0], outcomes, timeout)
+    headline = _headline(groups[0], outcomes)
     sections = [f"--- {_names(ranks)}: {_state(outcome)} ---\n{outcome.details}" for ranks, outcome in groups]
     rest = [o for o in outcomes if o.kind not in order]
     if rest:
@@ -266,19 +267,19 @@ def _describe_failure(outcomes: list[Outcome], timeout: float) -> str:
     return "\n".join([headline, *sections]).rstrip()
 
 
-def _headline(first: tuple[list[int], Outcome], outcomes: list[Outcome], timeout: float) -> str:
+def _headline(first: tuple[list[int], Outcome], outcomes: list[Outcome]) -> str:
     ranks, outcome = first
     if outcome.kind != "hung":
         return f"{_names(ranks)} of {len(outcomes)}: {outcome.reason}"
     hung = [o.rank for o in outcomes if o.kind == "hung"]
-    return f"{_names(hung)} of {len(outcomes)} did not finish within {timeout:g} s; stopped"
+    return f"{_names(hung)} of {len(outcomes)} {outcome.reason}; stopped"
 
 
 def _state(outcome: Outcome) -> str:
     if outcome.kind == "stopped":
         return "still running when another rank had ended the test; stopped here"
     if outcome.kind == "hung":
-        return "did not finish; stopped here"
+        return f"{outcome.reason}; stopped here"
     return outcome.reason
 
 

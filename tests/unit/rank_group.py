@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
+from pathlib import Path
 from typing import IO, Any
 
 from unit import rank_server
@@ -184,6 +185,49 @@ class _Output:
         getattr(sys, self._stream).write(f"{self._prefix}{line.decode(errors='replace')}\n")
 
 
+class _IdleWatch:
+    """Tells when process groups have used next to no processor time for a while. Never does where there is no /proc.
+
+    A rank that issues one collective more than its peers waits for ever without working; noticing that saves most of
+    the timeout. gloo's threads wake up while they wait, which takes far less than the share allowed here.
+    """
+
+    SHARE = 0.05
+
+    def __init__(self, limit: float) -> None:
+        self.interval = min(1.0, limit / 10)
+        self._limit = limit
+        self._groups: set[int] = set()
+        self._since = self._used = self._checked = 0.0
+
+    def idle(self, groups: set[int]) -> bool:
+        """Whether the groups have idled for the limit, as far back as they were asked about."""
+        now = time.monotonic()
+        if groups == self._groups and now - self._checked < self.interval:
+            return False
+        self._checked = now
+        used = processor_seconds(groups)
+        if groups != self._groups or used is None or used - self._used > self.SHARE * self._limit:
+            self._groups, self._since, self._used = groups, now, used or 0.0
+            return False
+        return now - self._since >= self._limit
+
+
+def processor_seconds(groups: set[int]) -> float | None:
+    """Processor time of all live processes of these process groups; None where the system does not tell."""
+    ticks = found = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The name, in parentheses, may hold anything; the fields after it are state, parent, group, ...
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # It ended meanwhile.
+        if int(fields[2]) in groups:
+            found += 1
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK") if found else None
+
+
 class RankGroup:
     """The processes of one world size. They run one job after the other, as long as all of them stay healthy."""
 
@@ -223,9 +267,10 @@ class RankGroup:
         """Whether another job can be given to these ranks."""
         return bool(self._ranks) and self._server.running
 
-    def run(self, job: Job, timeout: float) -> list[Outcome]:
+    def run(self, job: Job, timeout: float, idle_timeout: float) -> list[Outcome]:
         """Run the job on all ranks for at most ``timeout`` seconds.
 
+        Ranks that idle for ``idle_timeout`` seconds while others have passed already are taken for hanging.
         Returns one outcome per rank, by rank. Unless every rank passed or every rank skipped, all are dead afterwards.
         """
         try:
@@ -235,8 +280,7 @@ class RankGroup:
                     send_message(member.connection, job)
                 except (BrokenPipeError, ConnectionResetError):
                     pass  # It died just now; its socket tells below.
-            timed_out = self._collect(time.monotonic() + timeout)
-            outcomes = self._conclude("hung" if timed_out else "stopped")
+            outcomes = self._conclude(self._collect(timeout, idle_timeout))
         except BaseException:  # Also Ctrl-C: no rank outlives the call.
             self.kill()
             raise
@@ -244,9 +288,11 @@ class RankGroup:
             self.kill()
         return outcomes
 
-    def _collect(self, deadline: float) -> bool:
-        """Wait for outcomes. Returns whether time ran out without any rank having failed or skipped."""
-        while any(member.outcome is None for member in self._ranks):
+    def _collect(self, timeout: float, idle_timeout: float) -> str:
+        """Wait for outcomes. If the ranks that are left hang, returns in words how that was noticed."""
+        deadline = time.monotonic() + timeout
+        watch = _IdleWatch(idle_timeout)
+        while unfinished := [member for member in self._ranks if member.outcome is None]:
             limit = deadline
             for member in self._ranks:
                 if member.outcome is not None and member.outcome.kind != "passed":
@@ -254,9 +300,13 @@ class RankGroup:
                     limit = min(limit, member.outcome.when + grace)
             remaining = limit - time.monotonic()
             if remaining <= 0:
-                return limit == deadline
+                return f"did not finish within {timeout:g} s" if limit == deadline else ""
+            if len(unfinished) < len(self._ranks):
+                if watch.idle({member.pid for member in unfinished}):
+                    return f"idled for {idle_timeout:g} s after other ranks had finished"
+                remaining = min(remaining, watch.interval)
             self._serve_events(remaining)
-        return False
+        return ""
 
     def _serve_events(self, timeout: float) -> None:
         for key, _ in self._selector.select(timeout):
@@ -273,7 +323,7 @@ class RankGroup:
                 if member.outcome is None:
                     member.outcome = Outcome(member.rank, "died", when=time.monotonic())
 
-    def _conclude(self, kind_of_unfinished: str) -> list[Outcome]:
+    def _conclude(self, hang: str) -> list[Outcome]:
         members = list(self._ranks)
         unfinished = [member for member in members if member.outcome is None]
         for member in unfinished:
@@ -285,7 +335,7 @@ class RankGroup:
             time.sleep(0.05)  # The file is not empty, but the handler may still be writing.
         for member in unfinished:
             details = member.stacks() or "(no stack: the process did not react to the signal)\n"
-            member.outcome = Outcome(member.rank, kind_of_unfinished, "", details, time.monotonic())
+            member.outcome = Outcome(member.rank, "hung" if hang else "stopped", hang, details, time.monotonic())
         dead = [member for member in members if member.outcome is not None and member.outcome.kind == "died"]
         if dead:
             stacks = {member.rank: member.stacks() for member in dead}

@@ -118,6 +118,20 @@ class TestHang(DistributedTest):
         dist.barrier()
 
 
+class TestIdle(DistributedTest):
+    world_size = 2
+    idle_timeout = 2.0
+
+    def test_one_collective_too_many(self):
+        if rank() == 1:
+            dist.barrier()
+
+    def test_slow_but_busy(self):
+        end = time.monotonic() + 4
+        while rank() == 1 and time.monotonic() < end:
+            pass
+
+
 def this_is_where_it_sleeps():
     time.sleep(1000)
 """
@@ -443,6 +457,13 @@ def test_hang_of_one_rank_names_it(outcomes: dict[str, Result]) -> None:
     result = outcomes["TestHang::test_hang_after_a_pass"]
     assert result.message.startswith("Failed: rank 1 of 2 did not finish within 1.5 s")
     assert "--- rank 0: passed ---" in result.text and "in barrier" in result.text
+
+
+def test_a_rank_that_waits_for_finished_ones_ends_early(outcomes: dict[str, Result]) -> None:
+    result = outcomes["TestIdle::test_one_collective_too_many"]
+    assert result.message.startswith("Failed: rank 1 of 2 idled for 2 s after other ranks had finished")
+    assert "in barrier" in result.text and result.seconds < 12
+    assert outcomes["TestIdle::test_slow_but_busy"].outcome == "passed"
 
 
 # ---------------------------------------------------------------------------------- parameters, fixtures, environment
