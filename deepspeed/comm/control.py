@@ -15,7 +15,7 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.torch import timeout_of
+from deepspeed.comm.torch import is_alive, timeout_of
 
 
 class _Link:
@@ -99,8 +99,7 @@ def _link_of(group: Any, rank: int, size: int) -> _Link:
 
 def _drop_dead_links() -> None:
     """Close links whose process group was destroyed through torch while somebody still holds the group object."""
-    alive = torch_dist.distributed_c10d._world.pg_map
-    for group in [group for group in _links if group not in alive]:
+    for group in [group for group in _links if not is_alive(group)]:
         _links.pop(group).close()
 
 

@@ -92,6 +92,11 @@ def timeout_of(group: Any) -> timedelta:
     return known[0] if known else default_pg_timeout
 
 
+def is_alive(group: Any) -> bool:
+    """Whether ``group`` was not destroyed, by whatever call."""
+    return group in torch_dist.distributed_c10d._world.pg_map
+
+
 class Noop:
     """Handle of an operation that had nothing to do."""
 

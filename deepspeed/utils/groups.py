@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch.distributed
 
 from deepspeed import comm as dist
-from deepspeed.comm.torch import timeout_of
+from deepspeed.comm.torch import is_alive, timeout_of
 from deepspeed.utils.bwc import (
     bwc_tensor_model_parallel_group,
     bwc_tensor_model_parallel_rank,
@@ -28,15 +28,31 @@ mesh_device: Any = None
 expert_tensor_parallel_world_size = 1
 
 
+class _Reference:
+    """Weak reference to a process group: torch keeps groups alive, and a destroyed one must not live on here.
+
+    A group keeps its rendezvous store alive, and the next world of the process would meet the old one's keys there.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = (lambda: None) if group is None else weakref.ref(group)
+
+    def __call__(self) -> Any:
+        """The group; None once it is destroyed."""
+        group = self._group()
+        return group if group is not None and is_alive(group) else None
+
+
 @dataclass
 class _Groups:
     """What was made for one world group."""
 
-    world: Callable[[], Any] = lambda: None
-    clone: Any = None
-    tensor_parallel: Any = None
-    data_parallel: Any = None  # across tensor-parallel ranks; None while there are none
-    zero_param: Any = None
+    world: _Reference = field(default_factory=_Reference)
+    clone: _Reference = field(default_factory=_Reference)
+    tensor_parallel: _Reference = field(default_factory=_Reference)
+    data_parallel: _Reference = field(default_factory=_Reference)  # across tensor-parallel ranks
+    zero_param: _Reference = field(default_factory=_Reference)
+    mesh: Any = None  # the mesh that was there when the world was first seen
     overrides: dict[str, int] = field(default_factory=dict)
 
 
@@ -50,9 +66,10 @@ def _current() -> _Groups:
     if world is None:
         return _Groups(overrides=_groups.overrides)
     if _groups.world() is not world:
-        if _groups.world is not _Groups.world:  # there was another world: a mesh over it is dead, too
+        if mesh_device is not None and mesh_device is _groups.mesh:  # seen with the world before: as dead as that
             mesh_device = None
-        _groups = _Groups(world=weakref.ref(world), overrides=_groups.overrides)
+        _groups = _Groups(world=_Reference(world), overrides=_groups.overrides)
+    _groups.mesh = mesh_device
     return _groups
 
 
@@ -64,8 +81,8 @@ def _release_process_group_references(group: Any = None) -> None:
         mesh_device = None
         return
     for name in ("clone", "tensor_parallel", "data_parallel", "zero_param"):
-        if getattr(_groups, name) is group:
-            setattr(_groups, name, None)
+        if getattr(_groups, name)() is group:
+            setattr(_groups, name, _Reference())
 
 
 dist.on_destroy(_release_process_group_references)
@@ -110,10 +127,11 @@ def _clone_world_group() -> Any:
     synchronised batch normalisation) may come before a bucket on one rank and after it on another.
     """
     groups = _current()
-    if groups.clone is None:
-        world = dist.get_world_group()
-        groups.clone = torch.distributed.new_group(timeout=timeout_of(world))
-    return groups.clone
+    clone = groups.clone()
+    if clone is None:
+        clone = torch.distributed.new_group(timeout=timeout_of(dist.get_world_group()))
+        groups.clone = _Reference(clone)
+    return clone
 
 
 def _get_data_parallel_group() -> Any:
@@ -123,8 +141,9 @@ def _get_data_parallel_group() -> Any:
         return group
     if _mpu_has("get_data_parallel_group"):
         return mpu.get_data_parallel_group()
-    if _current().data_parallel is not None:
-        return _current().data_parallel
+    made_here = _current().data_parallel()
+    if made_here is not None:
+        return made_here
     if _get_sequence_parallel_world_size() > 1:
         raise RuntimeError(
             "sequence parallelism is on, but the mpu has no get_data_parallel_group(): add it, or ask for "
@@ -261,7 +280,8 @@ def _split_world(tensor_model_parallel_size: int, data_parallel_size: int | None
 def _init_tp_groups_with_new_group(tensor_model_parallel_size: int = 1, data_parallel_size: int | None = None) -> None:
     """Make tensor- and data-parallel groups. A collective of the world."""
     groups = _current()
-    groups.tensor_parallel, groups.data_parallel = _split_world(tensor_model_parallel_size, data_parallel_size)
+    tensor_group, data_group = _split_world(tensor_model_parallel_size, data_parallel_size)
+    groups.tensor_parallel, groups.data_parallel = _Reference(tensor_group), _Reference(data_group)
 
 
 def _init_tp_mesh_device(tensor_model_parallel_size: int = 1, data_parallel_size: int | None = None) -> None:
@@ -286,7 +306,7 @@ def get_tensor_model_parallel_group() -> Any:
         return group
     if mpu is not None:
         return bwc_tensor_model_parallel_group(mpu)
-    return _current().tensor_parallel
+    return _current().tensor_parallel()
 
 
 def get_model_parallel_group() -> Any:
@@ -359,32 +379,32 @@ def _create_zero_param_parallel_group(group_size: int) -> None:
     for start in range(0, world_size, size):
         group = dist.new_group(list(range(start, start + size)))
         if start <= rank < start + size:
-            groups.zero_param = group
+            groups.zero_param = _Reference(group)
 
 
 def _get_zero_param_intra_parallel_group() -> Any:
     """This rank's secondary-partition group, None where there is none."""
-    return _current().zero_param
+    return _current().zero_param()
 
 
 def _zero_param_parallel_is_initialized() -> bool:
     """Whether secondary-partition groups were made."""
-    return _current().zero_param is not None
+    return _current().zero_param() is not None
 
 
 def _get_zero_param_intra_parallel_rank_in_mygroup() -> int:
     """This process's rank in its secondary-partition group; its global rank where there is none."""
-    return dist.get_rank(_current().zero_param)
+    return dist.get_rank(_current().zero_param())
 
 
 def _get_zero_param_intra_parallel_group_world_size() -> int:
     """Size of the secondary-partition group; the world size where there is none."""
-    return dist.get_world_size(_current().zero_param)
+    return dist.get_world_size(_current().zero_param())
 
 
 def _get_zero_param_intra_parallel_group_ranks() -> list[int]:
     """Global ranks of the secondary-partition group; all where there is none."""
-    return dist.get_all_ranks_from_group(_current().zero_param)
+    return dist.get_all_ranks_from_group(_current().zero_param())
 
 
 def _get_local_all_to_all_group() -> NoReturn:
