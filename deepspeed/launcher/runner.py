@@ -401,6 +401,19 @@ def exported_variables(environment: dict[str, str]) -> dict[str, str]:
     return exported
 
 
+class _InterruptedRun(Exception):
+    """The command was told to end while a multi-node launcher ran."""
+
+    def __init__(self, signum: signal.Signals) -> None:
+        super().__init__(signum.name)
+        self.signum = signum
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    # Raised into the wait for the launcher: that wait holds a lock, so the handler itself must not wait for it.
+    raise _InterruptedRun(signal.Signals(signum))
+
+
 def _run_multi_node(args: argparse.Namespace, world_info: str, active: Resources) -> int:
     """Runs the multi-node launcher to its end; its exit status.
 
@@ -419,19 +432,21 @@ def _run_multi_node(args: argparse.Namespace, world_info: str, active: Resources
         runner.add_export(key, value)
     command = runner.get_cmd(environment, active)
     logger.info(f"command: {shlex.join(command)}")
-    process = subprocess.Popen(command, env=environment)
-
-    def on_signal(signum: int, frame: FrameType | None) -> None:
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, _interrupt)
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        return exit_status(process.wait())
+    except _InterruptedRun as interruption:
+        logger.info(f"received {interruption.signum.name}: ending the ranks")
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_DFL)  # a second one: at once
         kill = runner.kill_command(active)
         if kill:
             subprocess.run(kill, env=environment, timeout=_KILL_TIMEOUT_S, check=False)
-        process.send_signal(signum)
+        process.send_signal(interruption.signum)
         process.wait()
-        sys.exit(1)
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, on_signal)
-    return exit_status(process.wait())
+        return 1
 
 
 def main(args: list[str] | None = None) -> None:

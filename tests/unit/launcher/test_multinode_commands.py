@@ -2,10 +2,13 @@
 """Commands that the multi-node backends are started with."""
 
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -229,6 +232,29 @@ def test_multi_node_run_returns_the_launchers_status(tmp_path, monkeypatch):
     assert stopped.value.code == 7
     here, *words = (tmp_path / "seen").read_text().split()
     assert here == runner.os.getcwd() and words[:5] == ["-S", "-f", "1024", "-w", "a,b"]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_the_remote_ranks_and_the_launcher(tmp_path, signum):
+    fake = tmp_path / "pdsh"  # stays until it is told to end, as pdsh does; the kill command comes as a second call
+    fake.write_text(
+        f'#!/bin/sh\ncase "$*" in *pkill*) echo "$*" > {tmp_path}/killed; exit 0;; esac\n'
+        f"trap 'echo ended > {tmp_path}/ended; kill $!; exit 9' INT TERM\n"
+        f"sleep 600 & echo up > {tmp_path}/up\nwait $!\n"
+    )
+    fake.chmod(0o755)
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(tmp_path / "hosts")]
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([*command, "--master_addr", "a", "--no_ssh_check", "script.py"], env=env)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "up").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signum)
+    assert process.wait(timeout=20) == 1
+    assert "--world_info=" in (tmp_path / "killed").read_text().replace("[-]-", "--")
+    assert (tmp_path / "ended").exists()
 
 
 def test_rank_from_the_launchers_variables():
