@@ -38,8 +38,8 @@ _reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", None) or t
 
 _NEVER = (sys.maxsize, 0)
 
-# Backend -> feature -> torch release from which it is used. Gloo lacks these in torch 2.4, where its averaging
-# reduce_scatter_tensor returns the *sum* without an error; it has them in 2.13, except that its list all_to_all refuses
+# Backend -> feature -> torch release from which it is used. Gloo lacks these in torch 2.4, where reduce_scatter_tensor
+# returns the *sum* whatever the operator, without an error; it has them in 2.13, except that its list all_to_all refuses
 # tensors of different sizes. Releases between take the longer way, which is right in all of them. What is not listed
 # works in every release that this package supports.
 _NATIVE_SINCE: dict[str, dict[str, tuple[int, int]]] = {
@@ -210,6 +210,11 @@ def reduce_scatter_tensor(
     if _is_avg(op) and not _group_has("avg", input_tensor, group):
         work = _reduce_scatter_single(output_tensor, input_tensor, torch_dist.ReduceOp.SUM, group, async_op=True)
         return _finish(work, async_op, lambda: _divide_([output_tensor], group))
+    if op != torch_dist.ReduceOp.SUM and not _group_has("reduce_scatter", input_tensor, group):
+        reduced = input_tensor.detach().clone()
+        shard = reduced.view(torch_dist.get_world_size(group), -1)[torch_dist.get_rank(group)]
+        work = torch_dist.all_reduce(reduced, op, group, async_op=True)
+        return _finish(work, async_op, lambda: _copy_(output_tensor, shard.view_as(output_tensor)))
     return _reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
