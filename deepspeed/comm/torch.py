@@ -39,7 +39,7 @@ _reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", None) or t
 _NEVER = (sys.maxsize, 0)
 
 # Backend -> feature -> torch release from which it is used. Gloo lacks these in torch 2.4, where reduce_scatter_tensor
-# returns the *sum* whatever the operator, without an error; it has them in 2.13, except that its list all_to_all refuses
+# returns the *sum* whatever the operator, without an error; in 2.13 it has them, but its list all_to_all refuses
 # tensors of different sizes. Releases between take the longer way, which is right in all of them. What is not listed
 # works in every release that this package supports.
 _NATIVE_SINCE: dict[str, dict[str, tuple[int, int]]] = {
