@@ -140,7 +140,9 @@ class ParameterRecord:
                 self.move(Move.SEND)
                 self.to_land = self.pieces
                 self.parked = False
-            elif self.unmoved:
+            elif not self.unmoved:
+                return None  # begins no pass: parking visits only buckets in which something waits
+            else:
                 self.move(Move.PARK)
                 self.parked = True
             if self.pieces == 1:
