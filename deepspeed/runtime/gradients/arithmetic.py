@@ -19,13 +19,16 @@ def assign_scaled(target: torch.Tensor, source: torch.Tensor, scale: float) -> N
     """``target = scale * source``, rounded once to ``target``'s dtype. Both 1-D of equal size."""
     if scale == 1.0:
         target.copy_(source)
-    elif target.dtype == source.dtype:
+        return
+    if target.dtype == source.dtype:
         torch.mul(source, scale, out=target)
-    elif target.dtype.itemsize >= source.dtype.itemsize:
+        return
+    wide = torch.promote_types(target.dtype, source.dtype)  # float32 for the two 16-bit types
+    if target.dtype == wide:
         target.copy_(source).mul_(scale)
-    else:
-        for into, chunk, scratch in _chunks(target, source, source.dtype):
-            into.copy_(torch.mul(chunk, scale, out=scratch))
+        return
+    for into, chunk, scratch in _chunks(target, source, wide):
+        into.copy_(scratch.copy_(chunk).mul_(scale))
 
 
 @torch.no_grad()
