@@ -12,7 +12,7 @@ RankFigures = dict[str, Any]
 # Dense bf16 peak of one device by its vendor's data sheet, in operations per second.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 # First loss: a relative tolerance. Fall of the loss over the run: a fraction of the reference's fall.
-FIRST_LOSS = {"bfloat16": 1e-2, "float32": 1e-5}
+FIRST_LOSS = {"bfloat16": 1e-3, "float32": 1e-5}
 LOSS_FALL = {"bfloat16": 0.15, "float32": 0.02}
 
 
