@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training engine: forward, backward, step. What a gradient goes through stands in ``runtime.gradients``."""
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,17 @@ from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_config import EngineConfigAccessors
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.model_placement import broadcast_from_first_rank, cast_floating_inputs, cast_model
+from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, set_log_level_from_string
+from deepspeed.utils.timer import (
+    BACKWARD_MICRO_TIMER,
+    FORWARD_MICRO_TIMER,
+    STEP_MICRO_TIMER,
+    NoopTimer,
+    SynchronizedWallClockTimer,
+)
+
+_TIMERS = (FORWARD_MICRO_TIMER, BACKWARD_MICRO_TIMER, STEP_MICRO_TIMER)
 
 
 class DeepSpeedEngine(EngineConfigAccessors, torch.nn.Module):
@@ -84,6 +95,7 @@ class DeepSpeedEngine(EngineConfigAccessors, torch.nn.Module):
         self.global_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0
+        self.timers = SynchronizedWallClockTimer() if self._config.wall_clock_breakdown else NoopTimer()
         self._step_applied = False
         self._global_grad_norm: Any = None
         self._stepper: ZeROOptimizer | None = None
@@ -96,6 +108,8 @@ class DeepSpeedEngine(EngineConfigAccessors, torch.nn.Module):
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self.basic_optimizer = optimizer_factory.basic_optimizer(optimizer, model_parameters, model, self._config)
         self.optimizer = self._configure_optimizer()
+        managed = set() if self._stepper is None else {r.parameter for r in self._stepper.reducer.ledger.records}
+        self._unmanaged_parameters = [p for p in model.parameters() if p not in managed]
         self.lr_scheduler = optimizer_factory.lr_scheduler(
             lr_scheduler, self.basic_optimizer, self.optimizer, self._config
         )
@@ -127,7 +141,8 @@ class DeepSpeedEngine(EngineConfigAccessors, torch.nn.Module):
             self._stepper.backward_state.close_unannounced()
         if self._config.float16_config.enabled and self._config.float16_config.auto_cast:
             args, kwargs = cast_floating_inputs((args, kwargs), torch.float16)
-        return self.module(*args, **kwargs)
+        with self._timed(FORWARD_MICRO_TIMER):
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Compute gradients of ``loss`` and reduce them as the stage wants. Every rank calls it.
@@ -147,13 +162,14 @@ class DeepSpeedEngine(EngineConfigAccessors, torch.nn.Module):
         _require_loss(loss, "backward")
         state = stepper.backward_state
         scale = stepper.loss_scale if stepper.needs_scaler() else 1.0
-        state.enter_backward(loss_scale=scale, scale_wrt_gas=scale_wrt_gas)
-        try:
-            stepper.scale_if_loss(loss).backward(retain_graph=retain_graph)
-        except BaseException as error:
-            state.abort_backward(f"{type(error).__name__} in engine.backward")
-            raise
-        state.exit_backward()
+        with self._timed(BACKWARD_MICRO_TIMER):
+            state.enter_backward(loss_scale=scale, scale_wrt_gas=scale_wrt_gas)
+            try:
+                stepper.scale_if_loss(loss).backward(retain_graph=retain_graph)
+            except BaseException as error:
+                state.abort_backward(f"{type(error).__name__} in engine.backward")
+                raise
+            state.exit_backward()
         loss = loss.detach()
         return loss / self.schedule.steps if scale_wrt_gas else loss
 
@@ -183,7 +199,7 @@ class DeepSpeedEngine(EngineConfigAccessors, torch.nn.Module):
             raise AssertionError(
                 f"engine.step() inside {self.schedule.deferred_by}: the gradients are not reduced there"
             )
-        with self.schedule.stepping():
+        with self._timed(STEP_MICRO_TIMER), self.schedule.stepping():
             self._step_applied = False
             stepper.backward_state.close_unannounced()
             if self.schedule.is_boundary():
@@ -209,16 +225,31 @@ class DeepSpeedEngine(EngineConfigAccessors, torch.nn.Module):
 
     def _forget_unmanaged_gradients(self) -> None:
         """Gradients of parameters that no optimizer updates must not pile up."""
-        for parameter in self.module.parameters():
+        for parameter in self._unmanaged_parameters:
             if parameter.grad is not None:
                 parameter.grad = None
 
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        timer = self.timers(name)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.stop()
+
     def _report_progress(self) -> None:
         every = self.steps_per_print()
+        if self.wall_clock_breakdown() and self.global_steps % (every or 1) == 0:
+            self.timers.log(_TIMERS, ranks=[0])
         if every and self.global_steps % every == 0:
             log_dist(
                 f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}", [0]
             )
+
+    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Reduce now whatever is pending. ``step()`` does the same; for callers who want to look at gradients before it."""
+        self._require_stepper("allreduce_gradients").settle_gradients()
 
     def zero_grad(self) -> None:
         """Drop all gradients of the present window and start a new one."""
@@ -364,6 +395,54 @@ class DeepSpeedEngine(EngineConfigAccessors, torch.nn.Module):
         """``betas`` of each parameter group, ``momentum`` for SGD and RMSprop."""
         momentum = isinstance(self.basic_optimizer, (torch.optim.SGD, torch.optim.RMSprop))
         return self._get_optimizer_param("momentum" if momentum else "betas")
+
+    # ------------------------------------------------------------------ ranks, dtypes, memory
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self.data_parallel_group)
+
+    def get_model_parallel_rank(self) -> int:
+        return 0 if self.mpu is None else self.mpu.get_model_parallel_rank()
+
+    def get_tensor_parallel_rank(self) -> int:
+        return self.get_model_parallel_rank()
+
+    def get_sequence_parallel_group(self) -> Any:
+        """Process group that shares a sequence; None without sequence parallelism."""
+        return groups._get_sequence_parallel_group() if groups._get_sequence_parallel_world_size() > 1 else None
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """dtype of the model's weights and dtype in which gradients are accumulated."""
+        model = torch.float32
+        if self.fp16_enabled():
+            model = torch.float16
+        elif self.bfloat16_enabled():
+            model = torch.bfloat16
+        return model, self._config.grad_accum_dtype or torch.float32
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """dtype of gradient collectives. Set it in the config: the buckets are laid out for it."""
+        return self._config.communication_data_type or self.get_data_types()[0]
+
+    @property
+    def is_compiled(self) -> bool:
+        return False
+
+    def is_deepcompile_enabled(self) -> bool:
+        return False
+
+    def is_deepcompile_active(self) -> bool:
+        return False
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Mean milliseconds per micro-step of forward, backward and step since the last report, with
+        ``wall_clock_breakdown``."""
+        return self.timers.get_mean(_TIMERS, reset=False)
+
+    def collect_python_gc(self) -> None:
+        """Run Python's cyclic garbage collector now."""
+        gc.collect()
 
     # ------------------------------------------------------------------ module surface
 

@@ -59,7 +59,7 @@ def agree(channel: Channel, ledger: Ledger, *, wants_round: bool, leftovers: boo
 
 
 def _refuse(channel: Channel, ledger: Ledger) -> None:
-    """Every rank is here: say which rank is the reason."""
+    """Every rank is here: say which rank is the reason, and let none go on with this window."""
     states = channel.gather((ledger.poison, ledger.generation), "the reason why this step is refused")
     reasons = [f"rank {rank}: {poison}" for rank, (poison, _) in enumerate(states) if poison]
     generations = [generation for _, generation in states]
@@ -68,7 +68,8 @@ def _refuse(channel: Channel, ledger: Ledger) -> None:
             "ranks dropped reduced gradients a different number of times (zero_grad() after a backward), by rank: "
             f"{generations}; every rank must drop or keep a window together"
         ]
-        ledger.generation = max(generations)
+    ledger.generation = max(generations)
+    ledger.poison = ledger.poison or "; ".join(reasons)
     raise GradientAccountingError(
         "the gradients of this window are unusable, no rank may step with them. "
         + "; ".join(reasons)

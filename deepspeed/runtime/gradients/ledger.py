@@ -13,47 +13,41 @@ agree at the end of a window.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import IntEnum
 
 import torch
 
 
-class Phase(Enum):
+class Phase(IntEnum):
     """Where the contributions of one parameter are on this rank."""
 
-    IDLE = "idle"  # nothing waits here: no contribution yet, or all of them reduced
-    PENDING = "pending"  # contributions wait in .grad or in the local accumulation buffer
-    IN_FLIGHT = "in flight"  # handed to a collective that has not finished
-    LATE = "late"  # a collective is in flight and more contributions have arrived since
+    IDLE = 0  # nothing waits here: no contribution yet, or all of them reduced
+    PENDING = 1  # contributions wait in .grad or in the local accumulation buffer
+    IN_FLIGHT = 2  # handed to a collective that has not finished
+    LATE = 3  # a collective is in flight and more contributions have arrived since
 
 
-class Move(Enum):
+class Move(IntEnum):
     """What can happen to a parameter's contributions."""
 
-    FIRE = "fire"  # autograd delivered a contribution
-    PARK = "park"  # moved from .grad to the local accumulation buffer
-    SEND = "send"  # handed to a collective (zeros when there was nothing)
-    LAND = "land"  # the collective finished
-    DROP = "drop"  # discarded: aborted backward or zero_grad()
+    FIRE = 0  # autograd delivered a contribution
+    PARK = 1  # moved from .grad to the local accumulation buffer
+    SEND = 2  # handed to a collective (zeros when there was nothing)
+    LAND = 3  # the collective finished
+    DROP = 4  # discarded: aborted backward or zero_grad()
 
 
-TRANSITIONS: dict[tuple[Phase, Move], Phase] = {
-    (Phase.IDLE, Move.FIRE): Phase.PENDING,
-    (Phase.PENDING, Move.FIRE): Phase.PENDING,
-    (Phase.IN_FLIGHT, Move.FIRE): Phase.LATE,
-    (Phase.LATE, Move.FIRE): Phase.LATE,
-    (Phase.PENDING, Move.PARK): Phase.PENDING,
-    (Phase.LATE, Move.PARK): Phase.LATE,
-    (Phase.IDLE, Move.SEND): Phase.IN_FLIGHT,
-    (Phase.PENDING, Move.SEND): Phase.IN_FLIGHT,
-    (Phase.IN_FLIGHT, Move.LAND): Phase.IDLE,
-    (Phase.LATE, Move.LAND): Phase.PENDING,
-    (Phase.IDLE, Move.DROP): Phase.IDLE,
-    (Phase.PENDING, Move.DROP): Phase.IDLE,
-    (Phase.IN_FLIGHT, Move.DROP): Phase.IN_FLIGHT,
-    (Phase.LATE, Move.DROP): Phase.IN_FLIGHT,
-}
-AFTER_FIRING = {phase: TRANSITIONS[phase, Move.FIRE] for phase in Phase}
+# TRANSITIONS[move][phase] is the phase after a legal move, None where the move is illegal. Tuples, since this is looked up
+# several times per parameter and backward.
+TRANSITIONS: tuple[tuple[Phase | None, ...], ...] = (
+    # IDLE, PENDING, IN_FLIGHT, LATE
+    (Phase.PENDING, Phase.PENDING, Phase.LATE, Phase.LATE),  # FIRE
+    (None, Phase.PENDING, None, Phase.LATE),  # PARK
+    (Phase.IN_FLIGHT, Phase.IN_FLIGHT, None, None),  # SEND
+    (None, None, Phase.IDLE, Phase.PENDING),  # LAND
+    (Phase.IDLE, Phase.IDLE, Phase.IN_FLIGHT, Phase.IN_FLIGHT),  # DROP
+)
+AFTER_FIRING = TRANSITIONS[Move.FIRE]
 
 
 class GradientAccountingError(RuntimeError):
@@ -95,10 +89,10 @@ class ParameterRecord:
 
     def move(self, move: Move) -> None:
         """Make a legal move; GradientAccountingError with name, phase and move otherwise."""
-        after = TRANSITIONS.get((self.phase, move))
+        after = TRANSITIONS[move][self.phase]
         if after is None:
             raise GradientAccountingError(
-                f"parameter {self.name!r}: illegal move '{move.value}' in phase '{self.phase.value}'"
+                f"parameter {self.name!r}: illegal move {move.name} in phase {self.phase.name}"
                 f" ({self.seen} contributions seen, {self.taken} taken over in this window)"
             )
         self.phase = after
@@ -267,7 +261,7 @@ def describe(records: Iterable[ParameterRecord], limit: int = 5) -> str:
     parts = []
     for record in records[:limit]:
         stray = ", .grad set by hand" if record.parameter.grad is not None and not record.unmoved else ""
-        parts.append(f"{record.name} ({record.phase.value}, {record.seen} seen, {record.taken} taken over{stray})")
+        parts.append(f"{record.name} ({record.phase.name}, {record.seen} seen, {record.taken} taken over{stray})")
     if len(records) > limit:
         parts.append(f"and {len(records) - limit} more")
     return "; ".join(parts)

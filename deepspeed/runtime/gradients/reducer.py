@@ -92,6 +92,7 @@ class GradientReducer:
         self._round_open = False
         self._eager = False  # whether buckets may leave before the sweep
         self._factor = 1.0
+        self._transport_failed = False
         self._in_flight: list[tuple[Bucket, CommBuffer, torch.Tensor, object, float]] = []
 
     def _make_buckets(self) -> list[Bucket]:
@@ -127,7 +128,14 @@ class GradientReducer:
     # ------------------------------------------------------------------ one backward
 
     def begin_backward(self, scope: BackwardScope) -> None:
-        """Prepare for the firings of a backward. GradientAccountingError when a ``.grad`` was set by hand before it."""
+        """Prepare for the firings of a backward.
+
+        Raises:
+            GradientAccountingError: a ``.grad`` was set by hand, and autograd would add to it.
+        """
+        strays = self.ledger.strays()
+        if strays and scope.announced:
+            raise GradientAccountingError(stray_message(strays))
         if self.ledger.empty and not self.ledger.waiting():
             self.window_loss_scale = scope.loss_scale
         accumulation = 1.0 if scope.scale_by_accumulation else float(self.schedule.steps)
@@ -182,8 +190,9 @@ class GradientReducer:
         for record in self.ledger.records:
             if record.unmoved or record.in_hand is not None:
                 record.drop_gradient()
-        if round_was_open:
+        if round_was_open and not self._transport_failed:
             self._finish_round()  # other ranks wait for the rest: give them zeros, so that the order of collectives stays whole
+        if round_was_open:
             self.ledger.poison = (
                 f"a backward was aborted ({reason}) after {sent} of {total} gradient buckets had been reduced"
             )
@@ -243,10 +252,22 @@ class GradientReducer:
     def _land(self, bucket: Bucket, buffer: CommBuffer, data: torch.Tensor, work: object, scale: float) -> None:
         with self.order.side():
             if work is not None:
-                work.wait()
+                self._await(work, bucket)
             bucket.land(data, self._shard(bucket.plan.group), scale)
             buffer.mark = self.order.mark()
         buffer.user = None
+
+    def _await(self, work: object, bucket: Bucket) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._transport_failed = True
+            names = [piece.record.name for piece in bucket.plan.pieces]
+            raise RuntimeError(
+                f"rank {self.ledger.rank}: gradient bucket {bucket.position + 1} of {len(self.buckets)} (parameters {names[0]}"
+                f" to {names[-1]}) was not reduced ({error}). Either another rank failed, whose log has the first error, or"
+                " the ranks did not call engine.backward() equally often"
+            ) from error
 
     def _shard(self, group_index: int) -> torch.Tensor:
         """This rank's shard of a group, allocated with the padding zeroed when first needed."""
