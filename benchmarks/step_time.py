@@ -70,20 +70,26 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def rank_environment(rank: int, ranks: int, port: int, threads: int) -> dict[str, str]:
+def rank_environment(rank: int, ranks: int, port: int, task: Task) -> dict[str, str]:
     paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        # torch renames its collectives from release to release and warns of it on every rank.
-        "PYTHONWARNINGS": "ignore::FutureWarning",
-    }
+    # Without this the package would choose a GPU where there is one, whatever --device says.
+    hide_gpus = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if task.device == "cpu" else {}
+    return (
+        os.environ
+        | hide_gpus
+        | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": str(task.threads),
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            # torch renames its collectives from release to release and warns of it on every rank.
+            "PYTHONWARNINGS": "ignore::FutureWarning",
+        }
+    )
 
 
 def wait_for_all(processes: list[subprocess.Popen[bytes]]) -> int | None:
@@ -122,7 +128,7 @@ def run_round(task: Task, ranks: int) -> Round:
         logs = [Path(folder, f"rank{rank}.log") for rank in range(ranks)]
         processes = []
         for rank, log in enumerate(logs):
-            environment = rank_environment(rank, ranks, port, task.threads)
+            environment = rank_environment(rank, ranks, port, task)
             command = [sys.executable, str(HERE / "worker.py"), task.to_json()]
             with log.open("wb") as stream:
                 processes.append(subprocess.Popen(command, env=environment, stdout=stream, stderr=stream))
