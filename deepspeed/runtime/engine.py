@@ -248,7 +248,8 @@ class DeepSpeedEngine(EngineConfigAccessors, torch.nn.Module):
             )
 
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Reduce now whatever is pending. ``step()`` does the same; for callers who want to look at gradients before it."""
+        """Reduce now whatever is pending. ``step()`` does the same; for callers who want to look at gradients before
+        it."""
         self._require_stepper("allreduce_gradients").settle_gradients()
 
     def zero_grad(self) -> None:

@@ -37,8 +37,8 @@ class Move(IntEnum):
     DROP = 4  # discarded: aborted backward or zero_grad()
 
 
-# TRANSITIONS[move][phase] is the phase after a legal move, None where the move is illegal. Tuples, since this is looked up
-# several times per parameter and backward.
+# TRANSITIONS[move][phase] is the phase after a legal move, None where the move is illegal. Tuples, since this is
+# looked up several times per parameter and backward.
 TRANSITIONS: tuple[tuple[Phase | None, ...], ...] = (
     # IDLE, PENDING, IN_FLIGHT, LATE
     (Phase.PENDING, Phase.PENDING, Phase.LATE, Phase.LATE),  # FIRE

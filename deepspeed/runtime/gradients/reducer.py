@@ -264,8 +264,10 @@ class GradientReducer:
             self._transport_failed = True
             names = [piece.record.name for piece in bucket.plan.pieces]
             raise RuntimeError(
-                f"rank {self.ledger.rank}: gradient bucket {bucket.position + 1} of {len(self.buckets)} (parameters {names[0]}"
-                f" to {names[-1]}) was not reduced ({error}). Either another rank failed, whose log has the first error, or"
+                f"rank {self.ledger.rank}: gradient bucket {bucket.position + 1} of {len(self.buckets)} (parameters"
+                f" {names[0]}"
+                f" to {names[-1]}) was not reduced ({error}). Either another rank failed, whose log has the first"
+                " error, or"
                 " the ranks did not call engine.backward() equally often"
             ) from error
 
