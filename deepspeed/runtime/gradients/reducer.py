@@ -191,7 +191,8 @@ class GradientReducer:
             if record.unmoved or record.in_hand is not None:
                 record.drop_gradient()
         if round_was_open and not self._transport_failed:
-            self._finish_round()  # other ranks wait for the rest: give them zeros, so that the order of collectives stays whole
+            # other ranks wait for the rest: give them zeros, so that the order of collectives stays whole
+            self._finish_round()
         if round_was_open:
             self.ledger.poison = (
                 f"a backward was aborted ({reason}) after {sent} of {total} gradient buckets had been reduced"
