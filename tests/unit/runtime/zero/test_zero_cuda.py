@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients on a CUDA device, with delays put on the streams so that a missing wait becomes a wrong number.
+
+Two ranks share one device over gloo, which reduces CUDA tensors; a single rank runs over NCCL.
+"""
+
+from argparse import Namespace
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import deepspeed
+from deepspeed.runtime.gradients import reducer as reducer_module
+from deepspeed.runtime.gradients.streams import SideStream
+from deepspeed.utils import safe_get_full_grad
+from unit.common import DistributedTest
+from unit.reference import max_relative_error, reference_gradients
+
+pytestmark = pytest.mark.cuda
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+WIDTH = 67
+SLEEP = 2_000_000  # device clock cycles: about a millisecond
+WINDOWS = 3
+
+
+class SharedEncoder(torch.nn.Module):
+    """An encoder used on two inputs, once under a reentrant checkpoint, and a decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, 31))
+        self.decoder = torch.nn.Linear(31, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(torch.tanh(self.encoder(x)))
+
+
+def loss_of(model: torch.nn.Module, batch: torch.Tensor, engine=None) -> torch.Tensor:
+    """Through the engine when there is one, and around it."""
+    out = (engine or model)(batch)
+    again = checkpoint(model.encoder, (batch * 2).requires_grad_(), use_reentrant=True)
+    total = (out - batch).square().mean() + again.square().mean()
+    return total.float() if engine is not None else total
+
+
+class DelayedStream(SideStream):
+    """Delays before the side stream's work and before the current stream hands over."""
+
+    def fork(self) -> None:
+        torch.cuda._sleep(SLEEP)
+        super().fork()
+
+    @contextmanager
+    def side(self):
+        with super().side():
+            torch.cuda._sleep(SLEEP)
+            yield
+
+
+def config_for(stage: int, dtype: torch.dtype, accumulation: int, **zero) -> dict:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "allgather_bucket_size": 1000, **zero},
+    }
+    if dtype is torch.bfloat16:
+        config["bf16"] = {"enabled": True}
+    if dtype is torch.float16:
+        config["fp16"] = {"enabled": True, "loss_scale": 256.0}
+    return config
+
+
+def check_windows(rank: int, world: int, dtype: torch.dtype, form: str, config: dict) -> None:
+    torch.manual_seed(3)
+    model = SharedEncoder()
+    accumulation = config["gradient_accumulation_steps"]
+    args = Namespace(device_rank=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    engine, *_ = deepspeed.initialize(args=args, model=model, optimizer=optimizer, config=config)
+    generator = torch.Generator().manual_seed(11)
+    for window in range(WINDOWS):
+        batches = [
+            [torch.randn(4, WIDTH, generator=generator).to(dtype) for _ in range(accumulation)] for _ in range(world)
+        ]
+        expected = reference_gradients(model, loss_of, batches)
+        for batch in batches[rank]:
+            loss = loss_of(engine.module, batch.cuda(), engine)
+            if form == "engine":
+                engine.backward(loss)
+            else:
+                (engine.scale(loss) if dtype is torch.float16 else loss).backward()
+            if batch is not batches[rank][-1]:
+                engine.step()
+        actual = {name: safe_get_full_grad(parameter) for name, parameter in model.named_parameters()}
+        name, error = max_relative_error(actual, expected)
+        assert error < TOLERANCE[dtype], f"window {window}: {name} is off by {error}"
+        before = model.decoder.weight.detach().float().clone()
+        engine.step()
+        assert engine.was_step_applied() and not torch.equal(before, model.decoder.weight.float())
+    engine.destroy()
+
+
+@pytest.mark.parametrize("delayed", [False, True], ids=["plain", "delayed"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+class TestGradientsOnOneDevice(DistributedTest):
+    world_size = 2
+    backend = "gloo"
+
+    def test_reused_encoder(self, stage: int, delayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        if delayed:
+            monkeypatch.setattr(reducer_module, "order_for", DelayedStream)
+        rank = deepspeed.comm.get_rank()
+        for dtype in TOLERANCE:
+            for overlap in (False, True):
+                for form, accumulation, bucket in (("engine", 1, 500), ("engine", 2, 3000), ("direct", 2, 10**6)):
+                    # gloo reduces CUDA tensors by all-reduce and broadcast only
+                    zero = {"reduce_scatter": False, "allgather_partitions": False, "overlap_comm": overlap}
+                    config = config_for(stage, dtype, accumulation, reduce_bucket_size=bucket, **zero)
+                    check_windows(rank, 2, dtype, form, config)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+class TestGradientsOverNccl(DistributedTest):
+    world_size = 1
+
+    def test_reused_encoder(self, stage: int) -> None:
+        for dtype in TOLERANCE:
+            for form, accumulation in (("engine", 1), ("engine", 3), ("direct", 2)):
+                config = config_for(stage, dtype, accumulation, reduce_bucket_size=700, overlap_comm=True)
+                check_windows(0, 1, dtype, form, config)
