@@ -43,7 +43,6 @@ PATHS = (
 
 def main() -> int:
     options = parse_options()
-    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
     torch.manual_seed(0)  # the same initial weights on every rank and in both runs
