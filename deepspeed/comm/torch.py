@@ -36,6 +36,8 @@ _TORCH_OPS = {
 _all_gather_single = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
 
+_SUM = torch_dist.ReduceOp.SUM
+
 _NEVER = (sys.maxsize, 0)
 
 # Backend -> feature -> torch release from which it is used. Gloo lacks these in torch 2.4, where reduce_scatter_tensor
@@ -168,9 +170,11 @@ def _divide_(tensors: Sequence[torch.Tensor], group: Any) -> None:
 
 def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
     """Reduce ``tensor`` over the group, in place, on every rank."""
+    if op is ReduceOp.SUM:  # the common one, without the comparisons below, which cost microseconds
+        return torch_dist.all_reduce(tensor, _SUM, group, async_op)
     op = to_torch_op(op)
     if _is_avg(op) and not _group_has("avg", tensor, group):
-        work = torch_dist.all_reduce(tensor, torch_dist.ReduceOp.SUM, group, async_op=True)
+        work = torch_dist.all_reduce(tensor, _SUM, group, async_op=True)
         return _finish(work, async_op, lambda: _divide_([tensor], group))
     return torch_dist.all_reduce(tensor, op, group, async_op)
 
@@ -188,7 +192,7 @@ def reduce(tensor: torch.Tensor, dst: int, op: Any = ReduceOp.SUM, group: Any = 
     """Reduce ``tensor`` over the group into global rank ``dst``; other ranks' tensors are undefined afterwards."""
     op = to_torch_op(op)
     if _is_avg(op) and not _group_has("avg", tensor, group):
-        work = torch_dist.reduce(tensor, dst, torch_dist.ReduceOp.SUM, group, async_op=True)
+        work = torch_dist.reduce(tensor, dst, _SUM, group, async_op=True)
         return _finish(work, async_op, lambda: _divide_([tensor], group))
     return torch_dist.reduce(tensor, dst, op, group, async_op)
 
@@ -206,11 +210,13 @@ def reduce_scatter_tensor(
         output_tensor: contiguous, numel of the input / world size.
         input_tensor: contiguous, same dtype; left unchanged.
     """
+    if op is ReduceOp.SUM:
+        return _reduce_scatter_single(output_tensor, input_tensor, _SUM, group, async_op)
     op = to_torch_op(op)
     if _is_avg(op) and not _group_has("avg", input_tensor, group):
-        work = _reduce_scatter_single(output_tensor, input_tensor, torch_dist.ReduceOp.SUM, group, async_op=True)
+        work = _reduce_scatter_single(output_tensor, input_tensor, _SUM, group, async_op=True)
         return _finish(work, async_op, lambda: _divide_([output_tensor], group))
-    if op != torch_dist.ReduceOp.SUM and not _group_has("reduce_scatter", input_tensor, group):
+    if op != _SUM and not _group_has("reduce_scatter", input_tensor, group):
         reduced = input_tensor.detach().clone()
         shard = reduced.view(torch_dist.get_world_size(group), -1)[torch_dist.get_rank(group)]
         work = torch_dist.all_reduce(reduced, op, group, async_op=True)
@@ -233,7 +239,7 @@ def reduce_scatter(
         work = _WorkList([all_reduce(tensor, op, group, async_op=True) for tensor in summed])
         return _finish(work, async_op, lambda: _copy_(output, mine))
     if _is_avg(op) and not _group_has("avg", output, group):
-        work = torch_dist.reduce_scatter(output, list(input_list), torch_dist.ReduceOp.SUM, group, async_op=True)
+        work = torch_dist.reduce_scatter(output, list(input_list), _SUM, group, async_op=True)
         return _finish(work, async_op, lambda: _divide_([output], group))
     return torch_dist.reduce_scatter(output, list(input_list), op, group, async_op)
 

@@ -101,10 +101,11 @@ class TestWithoutMpu(DistributedTest):
         gc.collect()
         assert [reference() for reference in references] == [None, None]
 
-    def test_destroyed_group_is_forgotten(self):
+    @pytest.mark.parametrize("by", ["facade", "torch"])
+    def test_destroyed_group_is_forgotten(self, by):
         dist.init_distributed()
         first = groups._clone_world_group()
-        dist.destroy_process_group(first)
+        (dist if by == "facade" else torch_dist).destroy_process_group(first)
         second = groups._clone_world_group()
         assert second is not first and reduce_over(second) == 11
 
