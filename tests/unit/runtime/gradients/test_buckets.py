@@ -98,13 +98,8 @@ def test_parked_sent_late_and_missing_contributions_all_arrive_once(world: int, 
             expected = [sum(rank.total[i] for rank in ranks) / world for i in range(len(SHAPES))]
             for i, (right, found) in enumerate(zip(expected, gathered(ranks))):
                 assert right.norm() > 0.1
-                torch.testing.assert_close(
-                    found,
-                    right,
-                    rtol=2e-6,
-                    atol=1e-6,
-                    msg=lambda m, i=i: f"p{i}, first {first}, {bucket_size=} {factor=} {before=}: {m}",
-                )
+                case = f"p{i}, first window {first}, {bucket_size=} {factor=} {before=}"
+                assert (found - right).abs().max() <= 2e-6 * right.norm(), case
             for rank in ranks:
                 assert all(r.seen == r.taken and r.parameter.grad is None for r in rank.records)
                 for bucket in rank.buckets:

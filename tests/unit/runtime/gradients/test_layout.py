@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat groups and bucket plans: everything covered exactly once, the same on every rank, for sizes that divide badly."""
+"""Flat groups and bucket plans: everything covered exactly once, the same on every rank, for awkward sizes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def check_pieces(layout: ShardLayout) -> None:
 
 
 def check_shards(ranks: list[ShardLayout]) -> None:
-    """What ranks keep of the buckets covers each flat group exactly once (as often as there are ranks if replicated)."""
+    """What ranks keep of the buckets covers each flat group exactly once; once per rank if replicated."""
     times = len(ranks) if ranks[0].replicated else 1
     for index, group in enumerate(ranks[0].groups):
         kept = torch.zeros(group.padded_numel, dtype=int)

@@ -46,18 +46,25 @@ def loss_of(model: torch.nn.Module, batch: torch.Tensor, engine=None) -> torch.T
     return total.float() if engine is not None else total
 
 
-class DelayedStream(SideStream):
-    """Delays before the side stream's work and before the current stream hands over."""
-
-    def fork(self) -> None:
-        torch.cuda._sleep(SLEEP)
-        super().fork()
+class SlowReduction(SideStream):
+    """Whatever runs on the side stream is late: the main stream must wait for it before it reuses a buffer or steps."""
 
     @contextmanager
     def side(self):
         with super().side():
             torch.cuda._sleep(SLEEP)
             yield
+
+
+class SlowBackward(SideStream):
+    """Buckets are filled late: the side stream must wait for the main one before it reduces them."""
+
+    def wait_mark(self, mark) -> None:
+        super().wait_mark(mark)
+        torch.cuda._sleep(SLEEP)
+
+
+DELAYS = {"no_delay": SideStream, "slow_reduction": SlowReduction, "slow_backward": SlowBackward}
 
 
 def config_for(stage: int, dtype: torch.dtype, accumulation: int, **zero) -> dict:
@@ -105,15 +112,14 @@ def check_windows(rank: int, world: int, dtype: torch.dtype, form: str, config: 
     engine.destroy()
 
 
-@pytest.mark.parametrize("delayed", [False, True], ids=["plain", "delayed"])
+@pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 class TestGradientsOnOneDevice(DistributedTest):
     world_size = 2
     backend = "gloo"
 
-    def test_reused_encoder(self, stage: int, delayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        if delayed:
-            monkeypatch.setattr(reducer_module, "order_for", DelayedStream)
+    def test_reused_encoder(self, stage: int, delay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reducer_module, "order_for", DELAYS[delay])
         rank = deepspeed.comm.get_rank()
         for dtype in TOLERANCE:
             for overlap in (False, True):
@@ -124,11 +130,15 @@ class TestGradientsOnOneDevice(DistributedTest):
                     check_windows(rank, 2, dtype, form, config)
 
 
+@pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 class TestGradientsOverNccl(DistributedTest):
+    """One rank: no collective hides a missing wait by blocking the host."""
+
     world_size = 1
 
-    def test_reused_encoder(self, stage: int) -> None:
+    def test_reused_encoder(self, stage: int, delay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reducer_module, "order_for", DELAYS[delay])
         for dtype in TOLERANCE:
             for form, accumulation in (("engine", 1), ("engine", 3), ("direct", 2)):
                 config = config_for(stage, dtype, accumulation, reduce_bucket_size=700, overlap_comm=True)

@@ -69,7 +69,7 @@ class Backward(NamedTuple):
 Graph = Callable[[Callable, nn.Module, Batch], Iterator[Backward]]
 
 
-# ---------------------------------------------------------------- micro-steps: call is the engine, module its bare module
+# ------------------------------------------------------- micro-steps: call is the engine, module its bare module
 # What is yielded is sent backward before the generator goes on.
 
 
