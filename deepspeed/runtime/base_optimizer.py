@@ -14,6 +14,7 @@ from deepspeed.runtime.gradients import collectives
 from deepspeed.runtime.gradients.backward_scope import BackwardScope, watch_end
 from deepspeed.runtime.gradients.ledger import ParameterRecord
 from deepspeed.runtime.gradients.reducer import GradientReducer
+from deepspeed.runtime.parameter_handover import refuse_used_optimizer
 from deepspeed.utils.logging import log_dist
 
 CLIP_EPSILON = 1e-6
@@ -293,12 +294,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         compute_grad_norm: bool = True,
         mpu: Any = None,
     ) -> None:
-        if init_optimizer.state:
-            raise ValueError(
-                "the optimizer has already made steps; its state belongs to parameters that the engine replaces by"
-                " its own"
-                " master weights. Pass a fresh optimizer and load the state into the engine"
-            )
+        refuse_used_optimizer(init_optimizer)
         self.optimizer = init_optimizer
         self.reducer = reducer
         self.param_names = param_names

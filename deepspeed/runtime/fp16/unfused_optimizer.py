@@ -13,6 +13,7 @@ from deepspeed.runtime.gradients.autograd_internals import copy_each
 from deepspeed.runtime.gradients.layout import Replicated, make_flat_groups, master_dtype
 from deepspeed.runtime.gradients.ledger import Ledger, ParameterRecord
 from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
+from deepspeed.runtime.parameter_handover import replace_parameters
 from deepspeed.utils.tensor_fragment import ParameterLink, link_parameters, unlink_parameters
 
 
@@ -55,8 +56,7 @@ class ReplicatedOptimizer(ZeROOptimizer):
             init_optimizer, reducer, param_names, frozen, loss_scaler, clip_grad, check_overflow, True, mpu
         )
         self.masters: dict[ParameterRecord, torch.Tensor] = {record: _master_of(record.parameter) for record in records}
-        for param_group, group_records in zip(init_optimizer.param_groups, record_groups):
-            param_group["params"] = [self.masters[record] for record in group_records]
+        replace_parameters(init_optimizer, [[self.masters[record] for record in group] for group in record_groups])
         self._published: dict[ParameterRecord, tuple[torch.Tensor, int]] = {}
         for record in records:
             record.parameter.register_hook(self.backward_state.before_accumulation)

@@ -17,6 +17,7 @@ from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.gradients.layout import FlatGroup, FlatPartition, make_flat_groups, round_robin
 from deepspeed.runtime.gradients.ledger import Ledger
 from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
+from deepspeed.runtime.parameter_handover import replace_parameters
 from deepspeed.runtime.zero.flat_weights import FlatWeights
 from deepspeed.runtime.zero.stage_1_and_2_surface import PartitionedOptimizerSurface
 from deepspeed.utils.tensor_fragment import link_parameters, unlink_parameters
@@ -142,8 +143,11 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, ZeROOptimizer):
         self.allgather_bucket_size = allgather_bucket_size
         self.weights = FlatWeights(layout)
         link_parameters(self)
-        for index, param_group in enumerate(init_optimizer.param_groups):
-            param_group["params"] = [self.weights.masters[g.index] for g in flat_groups if g.param_group == index]
+        masters_of = [
+            [self.weights.masters[g.index] for g in flat_groups if g.param_group == index]
+            for index in range(len(init_optimizer.param_groups))
+        ]
+        replace_parameters(init_optimizer, masters_of)
 
     def create_gradient_handling_hooks(self) -> list[torch.utils.hooks.RemovableHandle]:
         """The post-accumulate-grad hooks through which every contribution is seen, one per trainable parameter.
