@@ -310,6 +310,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self._global_grad_norm: Any = None
         self._clipped_grad_norm: Any = None
         owner = weakref.ref(self)
+        reducer.current_loss_scale = lambda: owner().loss_scale if owner().needs_scaler() else 1.0
         self.backward_state = BackwardHookStateManager(
             reducer,
             retract=(lambda: owner().retract_gradients()) if reducer.layout.replicated else None,

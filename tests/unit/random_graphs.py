@@ -397,7 +397,7 @@ class Block(nn.Module):
 
 
 class RandomModel(nn.Module):
-    """The blocks of a case, and a gain that every forward of the whole model uses, so that every loss has a graph."""
+    """The blocks of a case, and a gain that every output uses, so that every backward has something to contribute."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -485,7 +485,7 @@ class MicroStepRun:
                 return self._outputs[index]
             x.requires_grad_(forward.input_requires_grad)
             if forward.route == "submodule":
-                self._outputs[index] = self.module.blocks[forward.program[1]](x)
+                self._outputs[index] = self.module.blocks[forward.program[1]](x) * self.module.gain
             else:
                 called = self.model if forward.route == "engine" else self.module
                 self._outputs[index] = called(x, forward.program, self.rank, self.checkpoints)
@@ -510,8 +510,8 @@ class MicroStepRun:
         return values / output.numel()
 
     def chosen_inputs(self, backward: Backward) -> list[nn.Parameter]:
-        trainable = [p for p in self.module.parameters() if p.requires_grad]
-        return random.Random(backward.inputs_seed).sample(trainable, (len(trainable) + 1) // 2)
+        trainable = [p for p in self.module.parameters() if p.requires_grad and p is not self.module.gain]
+        return [self.module.gain, *random.Random(backward.inputs_seed).sample(trainable, len(trainable) // 2)]
 
     def contributes(self, backward: Backward) -> bool:
         return backward.ranks is None or self.rank in backward.ranks

@@ -9,6 +9,7 @@ exactly once is checked there.
 True gradients come out: divided by accumulation count, world size and loss scale, in the shard's dtype.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +87,7 @@ class GradientReducer:
                 self._buckets_of[piece.record.index].append(bucket)
         self.shards: list[torch.Tensor | None] = [None] * len(layout.groups)
         self.window_loss_scale = 1.0
+        self.current_loss_scale: Callable[[], float] = lambda: 1.0  # of other ranks' backwards, where this rank has none
         self.collectives_issued = 0
         self.bytes_communicated = 0
         self._next = 0  # buckets sent in the open round
@@ -205,6 +207,8 @@ class GradientReducer:
     def _open_round(self, scope: BackwardScope | None) -> None:
         if self._round_open:
             return
+        if scope is None and self.ledger.empty and not self.ledger.waiting():
+            self.window_loss_scale = self.current_loss_scale()
         if scope is not None and not scope.announced:
             agreement.agree(self.channel, self.ledger, wants_round=True, leftovers=True)
         self._round_open = True
