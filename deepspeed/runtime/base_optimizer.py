@@ -123,11 +123,12 @@ class BackwardHookStateManager:
                     " added to its partial gradient. Call engine.zero_grad() after the exception, then run the"
                     " backward again"
                 )
-        return self._open_unannounced()
+        return self._open_unannounced(record)
 
-    def _open_unannounced(self) -> BackwardScope:
+    def _open_unannounced(self, record: ParameterRecord) -> BackwardScope:
         outer = BackwardScope.running[-1] if BackwardScope.running else None
         if outer is None and self._needs_loss_scale():
+            record.parameter.grad = None  # nothing of the refused backward stays behind
             raise RuntimeError(
                 "fp16 training needs the loss scale: call engine.backward(loss), or engine.scale(loss).backward(),"
                 " not loss.backward()"

@@ -58,8 +58,8 @@ class ReplicatedOptimizer(ZeROOptimizer):
         self.masters: dict[ParameterRecord, torch.Tensor] = {record: _master_of(record.parameter) for record in records}
         replace_parameters(init_optimizer, [[self.masters[record] for record in group] for group in record_groups])
         self._published: dict[ParameterRecord, tuple[torch.Tensor, int]] = {}
-        for record in records:
-            record.parameter.register_hook(self.backward_state.before_accumulation)
+        before = self.backward_state.before_accumulation
+        self._handles = [record.parameter.register_hook(before) for record in records]
         self.backward_state.register_grad_acc_post_hook(self.publish_gradients)
         link_parameters(self)
 
@@ -158,6 +158,8 @@ class ReplicatedOptimizer(ZeROOptimizer):
 
     def destroy(self) -> None:
         self.retract_gradients()
+        for handle in self._handles:
+            handle.remove()
         super().destroy()
         unlink_parameters(self)
 
