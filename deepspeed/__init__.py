@@ -15,6 +15,7 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils.init_on_device import OnDevice
 from deepspeed.utils.logging import log_dist, logger
 
 dist: Any = None  # deepspeed.comm once initialize() has run
@@ -36,7 +37,6 @@ _unbuilt = {
     "DeepSpeedTransformerLayer": "transformer kernels",
     "DeepSpeedTransformerConfig": "transformer kernels",
     "replace_transformer_layer": "transformer kernels",
-    "OnDevice": "OnDevice",
 }
 
 
@@ -144,6 +144,7 @@ __all__ = [
     "DeepSpeedDataLoader",
     "DeepSpeedEngine",
     "DeepSpeedOptimizer",
+    "OnDevice",
     "__version__",
     "add_config_arguments",
     "comm",

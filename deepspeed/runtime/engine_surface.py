@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What outside code reads from an engine, and the wrapped model's own surface; the training loop is in ``engine``."""
+
+import gc
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from deepspeed.utils import groups
+from deepspeed.utils.timer import BACKWARD_MICRO_TIMER, FORWARD_MICRO_TIMER, STEP_MICRO_TIMER
+
+MICRO_STEP_TIMERS = (FORWARD_MICRO_TIMER, BACKWARD_MICRO_TIMER, STEP_MICRO_TIMER)
+
+
+class EngineSurface:
+    """Mixed into ``DeepSpeedEngine``, which sets the attributes below and trains."""
+
+    _config: DeepSpeedConfig
+    _stepper: ZeROOptimizer | None
+    _step_applied: bool
+    _global_grad_norm: Any
+    basic_optimizer: torch.optim.Optimizer | None
+    module: torch.nn.Module
+    mpu: Any
+    data_parallel_group: Any
+    dp_world_size: int
+    local_rank: int
+    collate_fn: Callable[[list[Any]], Any] | None
+    timers: Any
+
+    # ------------------------------------------------------------------ facts about the last step
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` updated the weights: at a boundary, without overflow."""
+        return self._step_applied
+
+    def get_global_grad_norm(self) -> Any:
+        """Global L2 norm of the last step's true gradient before clipping: 0-dim fp32 tensor at stages 1 and 2, float
+        at stage 0 and on overflow (inf), None before the first step or without ``compute_grad_norm``."""
+        return self._global_grad_norm
+
+    def _get_optimizer_param(self, name: str) -> list[Any]:
+        if self.basic_optimizer is None:
+            return []
+        return [group.get(name, 0.0) for group in self.basic_optimizer.param_groups]
+
+    def get_lr(self) -> list[Any]:
+        """Learning rate of each parameter group."""
+        return self._get_optimizer_param("lr")
+
+    def get_type(self) -> list[Any]:
+        """``type`` of each parameter group, 0.0 where it has none."""
+        return self._get_optimizer_param("type")
+
+    def get_mom(self) -> list[Any]:
+        """``betas`` of each parameter group, ``momentum`` for SGD and RMSprop."""
+        momentum = isinstance(self.basic_optimizer, (torch.optim.SGD, torch.optim.RMSprop))
+        return self._get_optimizer_param("momentum" if momentum else "betas")
+
+    # ------------------------------------------------------------------ ranks, dtypes, memory
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self.data_parallel_group)
+
+    def get_model_parallel_rank(self) -> int:
+        return 0 if self.mpu is None else self.mpu.get_model_parallel_rank()
+
+    def get_tensor_parallel_rank(self) -> int:
+        return self.get_model_parallel_rank()
+
+    def get_sequence_parallel_group(self) -> Any:
+        """Process group that shares a sequence; None without sequence parallelism."""
+        return groups._get_sequence_parallel_group() if groups._get_sequence_parallel_world_size() > 1 else None
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """dtype of the model's weights and dtype in which gradients are accumulated."""
+        model = torch.float32
+        if self.fp16_enabled():
+            model = torch.float16
+        elif self.bfloat16_enabled():
+            model = torch.bfloat16
+        return model, self._config.grad_accum_dtype or torch.float32
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """dtype of gradient collectives. Set it in the config: the buckets are laid out for it."""
+        return self._config.communication_data_type or self.get_data_types()[0]
+
+    @property
+    def is_compiled(self) -> bool:
+        return False
+
+    def is_deepcompile_enabled(self) -> bool:
+        return False
+
+    def is_deepcompile_active(self) -> bool:
+        return False
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Mean milliseconds per micro-step of forward, backward and step since the last report, with
+        ``wall_clock_breakdown``."""
+        return self.timers.get_mean(MICRO_STEP_TIMERS, reset=False)
+
+    def collect_python_gc(self) -> None:
+        """Run Python's cyclic garbage collector now."""
+        gc.collect()
+
+    # ------------------------------------------------------------------ module surface
+
+    def train(self, mode: bool = True) -> None:
+        """Training mode for the wrapped model. Returns nothing."""
+        self.training = mode
+        self.module.train(mode)
+
+    def eval(self) -> None:
+        """Evaluation mode for the wrapped model. Returns nothing."""
+        self.train(False)
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """``state_dict`` of the wrapped model, names without ``module.``."""
+        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters():
+                if not parameter.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    @torch.no_grad()
+    def load_module_state_dict(
+        self,
+        checkpoint: dict[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Iterable[torch.nn.Parameter] | None = None,
+        allowed_missing_keys: Iterable[str] | None = None,
+    ) -> None:
+        """Load weights from ``checkpoint["module"]``; the master weights follow.
+
+        Raises:
+            RuntimeError: missing or unexpected keys, with ``strict``.
+        """
+        weights = checkpoint["module"]
+        if custom_load_fn is not None:
+            custom_load_fn(src=weights, dst=self.module)
+        else:
+            result = self.module.load_state_dict(weights)
+            missing = [key for key in result.missing_keys if key not in set(allowed_missing_keys or ())]
+            if strict and (missing or result.unexpected_keys):
+                raise RuntimeError(f"weights do not fit: missing {missing}, unexpected {result.unexpected_keys}")
+        if self._stepper is not None:
+            self._stepper.refresh_fp32_params()
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the model's ``state_dict`` in its own dtype from rank 0. Every rank calls it. True when written."""
+        if dist.get_rank() == 0:
+            os.makedirs(save_dir, exist_ok=True)
+            state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+            own = {key: value.detach().clone() if torch.is_tensor(value) else value for key, value in state.items()}
+            torch.save(own, os.path.join(save_dir, save_filename))
+        dist.barrier()
+        return True
+
+    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
+        """Old name of ``save_16bit_model``."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader that gives each data-parallel rank its own part of ``dataset``.
+
+        Raises:
+            ValueError: ``dataset`` is not a torch data set.
+        """
+        if not isinstance(dataset, torch.utils.data.Dataset) and not self.is_map_style_dataset(dataset):
+            raise ValueError(f"training_data must be a torch data set, not {type(dataset).__name__}")
+        return DeepSpeedDataLoader(
+            dataset,
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
+            pin_memory=pin_memory,
+            local_rank=self.local_rank,
+            tput_timer=None,
+            collate_fn=collate_fn or self.collate_fn,
+            num_local_io_workers=num_local_io_workers,
+            data_sampler=data_sampler,
+            data_parallel_world_size=self.dp_world_size,
+            data_parallel_rank=dist.get_rank(self.data_parallel_group),
+            dataloader_drop_last=self.dataloader_drop_last(),
+        )
+
+    @staticmethod
+    def is_map_style_dataset(obj: Any) -> bool:
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    @staticmethod
+    def is_iterable_style_dataset(obj: Any) -> bool:
+        return isinstance(obj, torch.utils.data.IterableDataset)
