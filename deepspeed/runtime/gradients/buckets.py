@@ -47,7 +47,7 @@ class BufferPool:
         return buffer
 
     def release(self) -> None:
-        """Between backwards: free the buffers unless they are persistent."""
+        """Between rounds: free the buffers unless they are persistent."""
         if not self.persistent:
             self._buffers.clear()
 

@@ -183,7 +183,6 @@ class GradientReducer:
             self.ledger.learn()
         self.ledger.backwards += 1
         self._eager = False
-        self.pool.release()
 
     def abort_backward(self, reason: str) -> None:
         """An exception ended the backward: drop its contributions, or make the window unusable if some were reduced."""
@@ -200,7 +199,6 @@ class GradientReducer:
                 f"a backward was aborted ({reason}) after {sent} of {total} gradient buckets had been reduced"
             )
         self._eager = False
-        self.pool.release()
 
     # ------------------------------------------------------------------ rounds
 
@@ -222,6 +220,11 @@ class GradientReducer:
         self._round_open = False
         self._next = 0
         self.ledger.reduced = True
+        if not self.settings.persistent_buffers:
+            self.order.join()  # the memory returns to the current stream, and the side stream may still read it
+            self.pool.release()
+            for bucket in self.buckets:
+                bucket.forget_views()
 
     def _send(self, bucket: Bucket) -> None:
         buffer = self.pool.get(bucket.slot, bucket.comm_dtype, bucket.device)
