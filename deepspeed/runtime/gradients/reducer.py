@@ -87,7 +87,9 @@ class GradientReducer:
                 self._buckets_of[piece.record.index].append(bucket)
         self.shards: list[torch.Tensor | None] = [None] * len(layout.groups)
         self.window_loss_scale = 1.0
-        self.current_loss_scale: Callable[[], float] = lambda: 1.0  # of other ranks' backwards, where this rank has none
+        self.current_loss_scale: Callable[[], float] = lambda: (
+            1.0
+        )  # of other ranks' backwards, where this rank has none
         self.collectives_issued = 0
         self.bytes_communicated = 0
         self._next = 0  # buckets sent in the open round
@@ -160,11 +162,10 @@ class GradientReducer:
             self.order.note_writer(record.streams)
         record.awaited -= 1
         if record.awaited == 0 and self._eager:
-            ready = False
             for bucket in self._buckets_of[record.index]:
                 bucket.waiting -= 1
-                ready = ready or (bucket.waiting == 0 and bucket.position == self._next)
-            if ready:
+            # Not one of this parameter's buckets need be next: those in front may have had nothing to wait for.
+            if self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
                 self._advance(scope)
 
     def _advance(self, scope: BackwardScope) -> None:
