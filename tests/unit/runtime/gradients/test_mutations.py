@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient check must notice a broken reducer: each mutation breaks one thing on purpose and has to be found out.
 
-A mutation is found out by an error of the accounts or by a wrong number. Each runs twice: as it is, and with the accounts
-switched off, where the numbers alone must tell. The transport is delayed and buffers are born full of NaN, so that
+A mutation is found out by an error of the accounts or by a wrong number. Each runs twice: as it is, and with the
+accounts switched off, where the numbers alone must tell. The transport is delayed and buffers are born full of NaN, so that
 forgetting to wait or to write zeros is not a matter of luck.
 """
 
@@ -54,7 +54,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Call:
-    """One backward. ``uses``: of the trunk; ``head``: the other one is unused; ``side``: with a branch past the engine."""
+    """One backward. ``uses``: of the trunk; ``head``: the other is unused; ``side``: with a branch past the engine."""
 
     uses: int
     head: int
@@ -63,8 +63,9 @@ class Call:
     aborted: bool = False
 
 
-# By window, by micro-step. The second window uses the trunk more often than the first, so that what was learnt about the
-# number of firings is wrong in both of its backwards; in the third a head that had a gradient has none, and one micro-step has two backwards.
+# By window, by micro-step. The second window uses the trunk more often than the first, so that what was learnt about
+# the number of firings is wrong in both of its backwards; in the third a head that had a gradient has none, and one
+# micro-step has two backwards.
 WINDOWS = (
     ((Call(2, 0),), (Call(2, 1),)),
     ((Call(3, 0),), (Call(3, 1, scale_wrt_gas=False),)),

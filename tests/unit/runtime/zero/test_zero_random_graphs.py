@@ -237,7 +237,7 @@ def check_window(
     """Compare the engine's gradients with three others, parameter by parameter where the arithmetic is the same."""
     own, mass = plain_gradients(case, number, copies[case.dtype])
     assert any(mass.values()), "the reference is zero everywhere, nothing would be compared"
-    tolerance = REDUCTION[reduction_dtype(case)]
+    tolerance = reduction_tolerance(case, case.windows[number])
     average = sum(mass.values()) / len(mass)
     for other, values in (("the naive reducer", naive), ("plain autograd", own)):
         for name, value in actual.items():
@@ -258,11 +258,12 @@ def check_window(
     )
 
 
-def reduction_dtype(case: Case) -> str:
-    """The coarsest dtype that a contribution passes through on its way."""
+def reduction_tolerance(case: Case, window: Window) -> float:
+    """Rounding of the coarsest dtype on the way, and of every addition where sums are kept in a coarse dtype."""
     accumulation = case.config.get("data_types", {}).get("grad_accum_dtype", "fp32")
-    passed = {case.dtype, case.config.get("communication_data_type", case.dtype), accumulation}
-    return max(passed, key=lambda name: torch.finfo(DTYPES[name]).eps)
+    passed = (case.dtype, case.config.get("communication_data_type", case.dtype), accumulation)
+    additions = sum(len(step.backwards) for step in window.micro_steps)
+    return max(REDUCTION[name] for name in passed) + additions * torch.finfo(DTYPES[accumulation]).eps / 2
 
 
 def check_weights(engine: Any, trained: dict[str, nn.Parameter]) -> None:
