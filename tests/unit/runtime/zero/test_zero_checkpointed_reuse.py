@@ -77,6 +77,7 @@ def in_two_backwards(call: Callable, module: nn.Module, batch: Batch) -> Iterabl
 
 class TestCheckpointedReuse(DistributedTest):
     world_size = 2
+    reuse_dist_env = True
 
     @pytest.mark.parametrize("stage", [0, 1, 2], ids=lambda stage: f"stage{stage}")
     @pytest.mark.parametrize("form", ["engine.backward", "tensor.backward"])

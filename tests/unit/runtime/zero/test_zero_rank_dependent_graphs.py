@@ -76,6 +76,7 @@ def only_a_bare_part_on_one_rank(call: Callable, module: nn.Module, batch: Batch
 
 class TestSameNumberOfBackwards(DistributedTest):
     world_size = 2
+    reuse_dist_env = True
 
     @stages
     @pytest.mark.parametrize("form", ["engine.backward", "tensor.backward"])
@@ -89,6 +90,7 @@ class TestOtherNumberOfBackwards(DistributedTest):
     """Only plain ``loss.backward()``: every rank takes part in each ``engine.backward``."""
 
     world_size = [2, 3]
+    reuse_dist_env = True
 
     @stages
     @pytest.mark.parametrize("accumulation", [1, 3])
