@@ -108,9 +108,13 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
         self.optimizer = self._configure_optimizer()
         managed = set() if self._stepper is None else {r.parameter for r in self._stepper.reducer.ledger.records}
         self._unmanaged_parameters = [p for p in model.parameters() if p not in managed]
-        self.lr_scheduler = optimizer_factory.lr_scheduler(
-            lr_scheduler, self.basic_optimizer, self.optimizer, self._config
-        )
+        try:
+            self.lr_scheduler = optimizer_factory.lr_scheduler(
+                lr_scheduler, self.basic_optimizer, self.optimizer, self._config
+            )
+        except BaseException:
+            self.destroy()  # an engine that never came to be must not leave its hooks on the model
+            raise
         if self._config.dump_state:
             self._config.print("DeepSpeedEngine configuration")
 
@@ -328,7 +332,7 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
 
     @micro_steps.setter
     def micro_steps(self, value: int) -> None:
-        self.schedule.micro_steps = value
+        self.schedule.set_micro_steps(value)
 
     @property
     def _is_gradient_accumulation_boundary(self) -> bool | None:
@@ -355,7 +359,8 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
                 "the batch size cannot change within an accumulation window: call it right after a boundary step"
             )
         self._config.train_batch_size = train_batch_size
-        self._config.gradient_accumulation_steps = self.schedule.steps = train_batch_size // per_step
+        self._config.gradient_accumulation_steps = train_batch_size // per_step
+        self.schedule.change_steps(self._config.gradient_accumulation_steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples per micro-step, keeping the number of accumulation steps."""

@@ -88,6 +88,9 @@ class ParameterLink:
             raise RuntimeError(f"parameter {self.record.name!r}: its engine is gone")
         return optimizer
 
+    def leads_to(self, optimizer: Any) -> bool:
+        return self._optimizer() is optimizer
+
     def own_part(self, shard: torch.Tensor) -> torch.Tensor:
         """This rank's elements of the parameter, out of a 1-D tensor laid out like the group's shard."""
         return shard.narrow(0, self.shard_begin, self.end - self.begin)
@@ -125,11 +128,13 @@ def link_parameters(optimizer: Any) -> None:
 
 
 def unlink_parameters(optimizer: Any) -> None:
-    """Cut the links again."""
+    """Cut the links again, but not those that a newer engine over the same model has made since."""
     for record in optimizer.reducer.ledger.records:
-        for name in (LINK, "_hp_mapping"):
-            if hasattr(record.parameter, name):
-                delattr(record.parameter, name)
+        link = _link_of(record.parameter)
+        if link is not None and link.leads_to(optimizer):
+            delattr(record.parameter, LINK)
+            if hasattr(record.parameter, "_hp_mapping"):
+                del record.parameter._hp_mapping
 
 
 def _link_of(param: torch.nn.Parameter) -> ParameterLink | None:

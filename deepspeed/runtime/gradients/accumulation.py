@@ -17,6 +17,7 @@ class AccumulationSchedule:
         self.steps = steps
         self.managed = managed
         self.micro_steps = 0
+        self.counted_from = 0  # micro-step at which windows of the present length began
         self.boundary_override: bool | None = None
         self.inside_step = False
         self.deferred_by = ""  # name of the context that postpones reduction, empty when none
@@ -27,7 +28,17 @@ class AccumulationSchedule:
             return self.inside_step
         if self.boundary_override is not None:
             return self.boundary_override
-        return (self.micro_steps + 1) % self.steps == 0
+        return (self.micro_steps - self.counted_from + 1) % self.steps == 0
+
+    def change_steps(self, steps: int) -> None:
+        """Windows of another length from the present micro-step on, which must be the first of a window."""
+        self.steps = steps
+        self.counted_from = self.micro_steps
+
+    def set_micro_steps(self, micro_steps: int) -> None:
+        """Set the count of micro-steps, as after loading a checkpoint; windows are then counted from zero."""
+        self.micro_steps = micro_steps
+        self.counted_from = 0
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

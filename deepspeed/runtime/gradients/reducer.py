@@ -361,7 +361,7 @@ class GradientReducer:
         """Discard everything of the present window (``zero_grad``)."""
         for record in self.ledger.records:
             record.parked = False
-            if record.unmoved or record.phase is not Phase.IDLE:
+            if record.parameter.grad is not None or record.phase is not Phase.IDLE:
                 record.drop_gradient()
         if self.ledger.reduced or self.ledger.poison:
             self.ledger.generation += 1
