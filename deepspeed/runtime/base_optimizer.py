@@ -119,14 +119,13 @@ class BackwardHookStateManager:
             if mixed:
                 raise RuntimeError(
                     f"parameter {record.name!r}: an earlier loss.backward() was aborted by an exception and this"
-                    " backward has"
-                    " added to its partial gradient. Call engine.zero_grad() after the exception, then run the"
-                    " backward again"
+                    " backward has added to its partial gradient. Call engine.zero_grad() after the exception, then"
+                    " run the backward again"
                 )
         return self._open_unannounced(record)
 
     def _open_unannounced(self, record: ParameterRecord) -> BackwardScope:
-        outer = BackwardScope.running[-1] if BackwardScope.running else None
+        outer = BackwardScope.innermost_running()
         if outer is None and self._needs_loss_scale():
             record.parameter.grad = None  # nothing of the refused backward stays behind
             raise RuntimeError(
@@ -137,6 +136,7 @@ class BackwardHookStateManager:
         if outer is not None:
             scope.loss_scale = outer.loss_scale
             scope.scale_by_accumulation = outer.scale_by_accumulation
+            scope.within_another_engine = True
         self._begin(scope)
         watch_end(scope, self._end)
         return scope

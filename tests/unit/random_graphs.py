@@ -21,9 +21,12 @@ A *program* says how data goes through the model: nested tuples whose first entr
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -64,11 +67,16 @@ class Backward:
     ranks: tuple[int, ...] | None = None  # None: all
     penalty: bool = False  # the loss has a gradient penalty by torch.autograd.grad(create_graph=True)
     inputs_seed: int = 0
+    aborted: bool = False  # dies of an exception when the input's gradient is known; nothing of it may count
 
     def __str__(self) -> str:
         notes = [f"outputs {list(self.outputs)}"]
         notes += ["retain_graph"] * self.retain + ["scale_wrt_gas=False"] * (not self.scale_wrt_gas)
-        notes += ["gradient penalty"] * self.penalty + ([f"only ranks {list(self.ranks)}"] if self.ranks else [])
+        notes += (
+            ["aborted"] * self.aborted
+            + ["gradient penalty"] * self.penalty
+            + ([f"only ranks {list(self.ranks)}"] if self.ranks else [])
+        )
         return f"{self.kind} backward, {', '.join(notes)}"
 
 
@@ -287,6 +295,7 @@ def _draw_window(rng: random.Random, case: Case) -> Window:
         reset = rng.randrange(count - 1)
         steps[reset] = MicroStep(**{**vars(steps[reset]), "zero_grad_after": True})
     steps = _draw_backwards_of_some_ranks(rng, case, steps)
+    steps = [_draw_aborted(rng, case, step, last=i == count - 1) for i, step in enumerate(steps)]
     thawed = [i for i, (kind, _) in enumerate(case.blocks) if kind != "tied" and i not in case.frozen_blocks]
     frozen = tuple(i for i in thawed if rng.random() < 0.08)
     return Window(tuple(steps), frozen, rng.choice(["update", "accessor"]))
@@ -354,6 +363,24 @@ def _draw_backwards_of_some_ranks(rng: random.Random, case: Case, steps: list[Mi
             backwards.append(backward)
         result.append(MicroStep(**{**vars(step), "backwards": tuple(reversed(backwards))}))
     return result[::-1]
+
+
+def _draw_aborted(rng: random.Random, case: Case, step: MicroStep, last: bool) -> MicroStep:
+    """Perhaps insert a backward that is aborted before anything of it was reduced, which training survives."""
+    reduces = not step.deferred_by and (last or case.config["zero_optimization"]["stage"] == 2)
+    able = [f.index for f in step.forwards if f.route != "parameter" and f.input_requires_grad]
+    if reduces or not able or rng.random() < 0.7:
+        return step
+    kind = "engine" if case.dtype == "fp16" else rng.choice(["engine", "loss"])
+    backwards = list(step.backwards)
+    # the engine learns of an aborted loss.backward() by its next call
+    places = [i for i, later in enumerate(backwards) if kind == "engine" or later.kind == "engine"] + [len(backwards)]
+    place, output = rng.choice(places), rng.choice(able)
+    for i, earlier in enumerate(backwards[:place]):
+        if output in earlier.outputs:
+            backwards[i] = Backward(**{**vars(earlier), "retain": True})
+    backwards.insert(place, Backward(kind, (output,), retain=True, aborted=True))
+    return MicroStep(**{**vars(step), "backwards": tuple(backwards)})
 
 
 # ---------------------------------------------------------------------------------------------------- the model
@@ -438,6 +465,10 @@ class RandomModel(nn.Module):
 # ---------------------------------------------------------------------------------------------------- running
 
 
+class Interrupted(Exception):
+    """Ends a backward on purpose."""
+
+
 class MicroStepRun:
     """The outputs and losses of one micro-step of one rank.
 
@@ -513,8 +544,24 @@ class MicroStepRun:
         trainable = [p for p in self.module.parameters() if p.requires_grad and p is not self.module.gain]
         return [self.module.gain, *random.Random(backward.inputs_seed).sample(trainable, len(trainable) // 2)]
 
-    def contributes(self, backward: Backward) -> bool:
+    def runs(self, backward: Backward) -> bool:
         return backward.ranks is None or self.rank in backward.ranks
+
+    def contributes(self, backward: Backward) -> bool:
+        return self.runs(backward) and not backward.aborted
+
+    @contextmanager
+    def interrupted(self, backward: Backward) -> Iterator[None]:
+        """A backward inside dies when it has the gradient of its input; so it must."""
+
+        def interrupt(_: Tensor) -> None:
+            raise Interrupted
+
+        self.output(backward.outputs[0])
+        handle = self._inputs[backward.outputs[0]].register_hook(interrupt)
+        with pytest.raises(Interrupted):
+            yield
+        handle.remove()
 
 
 def _wide(tensor: Tensor) -> Tensor:

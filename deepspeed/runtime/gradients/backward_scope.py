@@ -27,11 +27,15 @@ class BackwardScope:
         announced: True for ``engine.backward``: its end is known exactly and every rank takes part.
         scale_by_accumulation: False when the caller said ``scale_wrt_gas=False``.
         loss_scale: factor by which the loss of this graph was multiplied.
+        within_another_engine: the backward is another engine's, which ranks may reach this engine's parameters from or
+            not. Asking the other ranks in the middle of it could wait for one that waits for the other engine, so
+            contributions stay on this rank until ``step()``.
     """
 
     announced: bool
     scale_by_accumulation: bool = True
     loss_scale: float = 1.0
+    within_another_engine: bool = False
     first_task: int = autograd.NO_GRAPH_TASK
     end_notice: weakref.ref | None = None  # the callback that the running graph task holds
     awaits_outer_task: bool = False
@@ -42,6 +46,11 @@ class BackwardScope:
     def is_certainly_running(self) -> bool:
         """Whether the graph task that will end this scope is alive."""
         return self.announced or (self.end_notice is not None and self.end_notice() is not None)
+
+    @classmethod
+    def innermost_running(cls) -> "BackwardScope | None":
+        """The announced or scaled backward that is going on now; one that an exception ended does not count."""
+        return next((scope for scope in reversed(cls.running) if scope.is_certainly_running()), None)
 
     def release(self) -> None:
         """Remove hooks and leave the list of running backwards."""

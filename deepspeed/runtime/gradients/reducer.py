@@ -87,9 +87,8 @@ class GradientReducer:
                 self._buckets_of[piece.record.index].append(bucket)
         self.shards: list[torch.Tensor | None] = [None] * len(layout.groups)
         self.window_loss_scale = 1.0
-        self.current_loss_scale: Callable[[], float] = lambda: (
-            1.0
-        )  # of other ranks' backwards, where this rank has none
+        # the scale of other ranks' backwards, for a window in which this rank has none
+        self.current_loss_scale: Callable[[], float] = lambda: 1.0
         self.collectives_issued = 0
         self.bytes_communicated = 0
         self._next = 0  # buckets sent in the open round
@@ -144,7 +143,7 @@ class GradientReducer:
             self.window_loss_scale = scope.loss_scale
         accumulation = 1.0 if scope.scale_by_accumulation else float(self.schedule.steps)
         self._factor = accumulation * self.window_loss_scale / scope.loss_scale
-        self._eager = self.reduces_now()
+        self._eager = self.reduces_now() and not scope.within_another_engine
         self.ledger.expect()
         if self._eager:
             for bucket in self.buckets:

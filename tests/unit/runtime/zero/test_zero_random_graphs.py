@@ -168,25 +168,31 @@ def rate_of(case: Case, module: nn.Module, name: str) -> float:
 def run_micro_step(case: Case, run: MicroStepRun, naive: NaiveReducer) -> None:
     engine = run.model
     with getattr(engine, run.step.deferred_by)() if run.step.deferred_by else nullcontext():
-        for backward in run.step.backwards:
-            if not run.contributes(backward):
-                continue
+        for backward in filter(run.runs, run.step.backwards):
             naive.weight = 1.0 if backward.scale_wrt_gas else float(case.steps)
             if case.dtype == "fp16":
                 naive.weight /= LOSS_SCALE
-            if backward.kind == "output":
-                output, direction = run.output(backward.outputs[0]), run.direction(backward.outputs[0])
-                output.backward(direction, retain_graph=backward.retain)
-                continue
-            loss = run.loss(backward)
-            if backward.kind == "engine":
-                engine.backward(loss, retain_graph=backward.retain, scale_wrt_gas=backward.scale_wrt_gas)
-            elif backward.kind == "scale":
-                engine.scale(loss).backward(retain_graph=backward.retain)
-            elif backward.kind == "inputs":
-                loss.backward(inputs=run.chosen_inputs(backward), retain_graph=backward.retain)
-            else:
-                loss.backward(retain_graph=backward.retain)
+            if backward.aborted:
+                naive.weight = 0.0
+            with run.interrupted(backward) if backward.aborted else nullcontext():
+                run_backward(run, backward)
+
+
+def run_backward(run: MicroStepRun, backward: Backward) -> None:
+    engine, retain = run.model, backward.retain
+    if backward.kind == "output":
+        output, direction = run.output(backward.outputs[0]), run.direction(backward.outputs[0])
+        output.backward(direction, retain_graph=retain)
+        return
+    loss = run.loss(backward)
+    if backward.kind == "engine":
+        engine.backward(loss, retain_graph=retain, scale_wrt_gas=backward.scale_wrt_gas)
+    elif backward.kind == "scale":
+        engine.scale(loss).backward(retain_graph=retain)
+    elif backward.kind == "inputs":
+        loss.backward(inputs=run.chosen_inputs(backward), retain_graph=retain)
+    else:
+        loss.backward(retain_graph=retain)
 
 
 def plain_gradients(case: Case, number: int, model: RandomModel) -> tuple[dict[str, Tensor], dict[str, float]]:
