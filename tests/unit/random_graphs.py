@@ -179,7 +179,7 @@ def draw_case(seed: int) -> Case:
     world = draw_world_size(seed)
     dtype = rng.choices(["fp32", "bf16", "fp16"], [6, 3, 1])[0]
     config = _draw_config(rng, dtype)
-    blocks = _draw_blocks(rng)
+    blocks = _draw_blocks(rng, dtype)
     frozen = tuple(i for i, (kind, _) in enumerate(blocks) if kind != "tied" and rng.random() < 0.12)
     draft = Case(
         seed=seed,
@@ -235,10 +235,11 @@ def _draw_config(rng: random.Random, dtype: str) -> dict[str, Any]:
     return config
 
 
-def _draw_blocks(rng: random.Random) -> tuple[tuple[str, int], ...]:
+def _draw_blocks(rng: random.Random, dtype: str) -> tuple[tuple[str, int], ...]:
     blocks: list[tuple[str, int]] = []
     for _ in range(rng.randint(2, 6)):
-        kind = rng.choice(["linear", "linear", "mlp", "mlp", "norm", "scalar", "table", "empty", "tied"])
+        kinds = ["linear", "linear", "mlp", "mlp", "norm", "scalar", "table", "empty", "tied"]
+        kind = rng.choice(kinds + ["sparse"] * (dtype == "fp32"))  # torch adds no sparse 16-bit tensors on CPU
         owners = [i for i, (other, _) in enumerate(blocks) if other == "linear"]
         if kind == "tied" and not owners:
             kind = "linear"
@@ -403,8 +404,8 @@ class Block(nn.Module):
         elif kind == "scalar":
             self.gain = nn.Parameter(torch.tensor(0.7))
             self.shift = nn.Parameter(0.1 * torch.randn(width))
-        elif kind == "table":
-            self.table = nn.Embedding(size, width)
+        elif kind in ("table", "sparse"):
+            self.table = nn.Embedding(size, width, sparse=kind == "sparse")
         elif kind == "empty":
             self.layer, self.nothing = nn.Linear(width, width), nn.Parameter(torch.empty(0, width))
 
@@ -416,6 +417,8 @@ class Block(nn.Module):
         elif self.kind == "table":
             rows = torch.arange(x.shape[0]) % self.table.num_embeddings
             y = torch.tanh(nn.functional.linear(x, self.table.weight)) @ self.table.weight + self.table(rows)
+        elif self.kind == "sparse":
+            y = x + self.table(torch.arange(x.shape[0]) % self.table.num_embeddings)
         elif self.kind == "empty":
             y = self.layer(x) + nn.functional.linear(x, self.nothing).sum()
         else:
