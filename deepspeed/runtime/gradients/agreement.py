@@ -8,6 +8,7 @@ happen on some ranks only, or a different number of times. Such a backward asks 
 rank is right, and none can hang because of the count.
 """
 
+import struct
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,38 +32,58 @@ class Verdict:
 
     round_wanted: bool  # some rank is about to reduce the contributions of a backward
     leftovers: bool  # some rank has contributions that no round has taken
+    loss_scale: float | None = None  # of the contributions of this window, None where no rank has any
 
 
-def agree(channel: Channel, ledger: Ledger, *, wants_round: bool, leftovers: bool) -> Verdict:
+_NO_SCALE = -1  # below the bits of every positive float
+
+
+def agree(
+    channel: Channel, ledger: Ledger, *, wants_round: bool, leftovers: bool, loss_scale: float | None = None
+) -> Verdict:
     """Exchange the flags of this rank for those of all ranks.
 
+    Args:
+        wants_round: this rank is about to reduce the contributions of a backward.
+        leftovers: this rank has contributions that no round has taken.
+        loss_scale: of this rank's contributions in this window, None when it has none.
+
     Raises:
-        GradientAccountingError: on every rank, when some rank's window is unusable or ranks are in different windows.
+        GradientAccountingError: on every rank, when some rank's window is unusable, ranks are in different windows, or
+            their contributions have different loss scales.
     """
     if channel.world_size == 1:
-        verdict = Verdict(wants_round, leftovers)
+        verdict = Verdict(wants_round, leftovers, loss_scale)
         if not wants_round and ledger.poison:
             _refuse(channel, ledger)
         return verdict
+    bits = _NO_SCALE if loss_scale is None else struct.unpack("<q", struct.pack("<d", loss_scale))[0]
     message = [
         int(wants_round),
         int(leftovers),
         int(bool(ledger.poison)),
         ledger.generation,
         -ledger.generation,
+        bits,
+        -bits if bits != _NO_SCALE else -(1 << 63),
     ]
     what = "a reduction in loss.backward()" if wants_round else "whether all gradients of this step are reduced"
-    wanted, left, poisoned, newest, minus_oldest = channel.all_reduce_max(message, what)
-    if not wanted and (poisoned or newest != -minus_oldest):
-        _refuse(channel, ledger)
-    return Verdict(bool(wanted), bool(left))
+    wanted, left, poisoned, newest, minus_oldest, largest, minus_smallest = channel.all_reduce_max(message, what)
+    one_scale = largest in (_NO_SCALE, -minus_smallest)
+    if not wanted and (poisoned or newest != -minus_oldest or not one_scale):
+        _refuse(channel, ledger, loss_scale)
+    scale = None if largest == _NO_SCALE else struct.unpack("<d", struct.pack("<q", largest))[0]
+    return Verdict(bool(wanted), bool(left), scale)
 
 
-def _refuse(channel: Channel, ledger: Ledger) -> None:
+def _refuse(channel: Channel, ledger: Ledger, loss_scale: float | None = None) -> None:
     """Every rank is here: say which rank is the reason, and let none go on with this window."""
-    states = channel.gather((ledger.poison, ledger.generation), "the reason why this step is refused")
-    reasons = [f"rank {rank}: {poison}" for rank, (poison, _) in enumerate(states) if poison]
-    generations = [generation for _, generation in states]
+    states = channel.gather((ledger.poison, ledger.generation, loss_scale), "the reason why this step is refused")
+    reasons = [f"rank {rank}: {poison}" for rank, (poison, _, _) in enumerate(states) if poison]
+    generations = [generation for _, generation, _ in states]
+    scales = [scale for _, _, scale in states]
+    if len(set(scales) - {None}) > 1:
+        reasons.append(f"the loss scale of the window's backwards differs between ranks, by rank: {scales}")
     if not reasons:
         reasons = [
             "ranks dropped reduced gradients a different number of times (zero_grad() after a backward), by rank: "

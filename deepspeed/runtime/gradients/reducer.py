@@ -139,7 +139,7 @@ class GradientReducer:
         strays = self.ledger.strays()
         if strays and scope.announced:
             raise GradientAccountingError(stray_message(strays))
-        if self.ledger.empty and not self.ledger.waiting():
+        if self._idle():
             self.window_loss_scale = scope.loss_scale
         accumulation = 1.0 if scope.scale_by_accumulation else float(self.schedule.steps)
         self._factor = accumulation * self.window_loss_scale / scope.loss_scale
@@ -205,10 +205,10 @@ class GradientReducer:
     def _open_round(self, scope: BackwardScope | None) -> None:
         if self._round_open:
             return
-        if scope is None and self.ledger.empty and not self.ledger.waiting():
-            self.window_loss_scale = self.current_loss_scale()
         if scope is not None and not scope.announced:
-            agreement.agree(self.channel, self.ledger, wants_round=True, leftovers=True)
+            agreement.agree(
+                self.channel, self.ledger, wants_round=True, leftovers=True, loss_scale=self.window_loss_scale
+            )
         self._round_open = True
         self._next = 0
 
@@ -298,10 +298,19 @@ class GradientReducer:
 
     # ------------------------------------------------------------------ end of a window
 
-    def reduce_pending(self) -> None:
-        """One round for everything pending. Collective: every rank calls it."""
+    def reduce_pending(self, loss_scale: float | None = None) -> None:
+        """One round for everything pending. Collective: every rank calls it.
+
+        ``loss_scale`` is that of the other ranks' contributions, where it is known; a rank without any lands with it.
+        """
+        if self._idle():
+            self.window_loss_scale = self.current_loss_scale() if loss_scale is None else loss_scale
         self._open_round(None)
         self._finish_round()
+
+    def _idle(self) -> bool:
+        """Whether this rank has contributed nothing to the present window."""
+        return self.ledger.empty and not self.ledger.waiting()
 
     def settle(self) -> None:
         """Reduce until no rank has anything pending. Collective.
@@ -314,10 +323,13 @@ class GradientReducer:
             self.ledger.poison = stray_message(strays)
         while True:
             leftovers = bool(self.ledger.waiting())
-            verdict = agreement.agree(self.channel, self.ledger, wants_round=False, leftovers=leftovers)
+            scale = None if self._idle() else self.window_loss_scale
+            verdict = agreement.agree(
+                self.channel, self.ledger, wants_round=False, leftovers=leftovers, loss_scale=scale
+            )
             if not verdict.round_wanted and not verdict.leftovers:
                 break
-            self.reduce_pending()
+            self.reduce_pending(verdict.loss_scale)
             if not verdict.round_wanted:
                 break
         self.order.join()

@@ -2,8 +2,8 @@
 """The gradient check must notice a broken reducer: each mutation breaks one thing on purpose and has to be found out.
 
 A mutation is found out by an error of the accounts or by a wrong number. Each runs twice: as it is, and with the
-accounts switched off, where the numbers alone must tell. The transport is delayed and buffers are born full of NaN, so that
-forgetting to wait or to write zeros is not a matter of luck.
+accounts switched off, where the numbers alone must tell. The transport is delayed and buffers are born full of NaN, so
+that forgetting to wait or to write zeros is not a matter of luck.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def no_sweep(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_correcting_round(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GradientReducer, "reduce_pending", lambda self: None)
+    patch.setattr(GradientReducer, "reduce_pending", lambda self, loss_scale=None: None)
 
 
 def no_accumulation_scale(patch: pytest.MonkeyPatch) -> None:
