@@ -205,6 +205,18 @@ def _section_not_empty(name: str) -> Callable[[DeepSpeedConfig], bool]:
     return active
 
 
+def _asks_for_activation_checkpointing(config: DeepSpeedConfig) -> bool:
+    section = config.activation_checkpointing_config
+    return bool(
+        section.partition_activations
+        or section.cpu_checkpointing
+        or section.contiguous_memory_optimization
+        or section.number_checkpoints
+        or section.synchronize_checkpoint_boundary
+        or section.profile
+    )
+
+
 # Config key, what it would need, when it is switched on. Remove a line when the feature exists.
 _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
     ("zero_optimization.stage=3", "parameter partitioning", lambda c: c.zero_optimization_stage == 3),
@@ -234,6 +246,14 @@ _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
         "zero_optimization.zero_hpz_partition_size",
         "secondary parameter partition",
         lambda c: c.zero_config.zero_hpz_partition_size > 1,
+    ),
+    ("torch_autocast.enabled", "autocast by the engine", lambda c: c.torch_autocast_enabled),
+    ("sequence_parallel_size", "sequence parallelism", lambda c: (c.sequence_parallel_size or 1) > 1),
+    ("data_types.keep_in_fp32_modules", "keeping modules in fp32", lambda c: isinstance(c.keep_in_fp32_modules, list)),
+    (
+        "activation_checkpointing",
+        "activation checkpointing of this package (torch.utils.checkpoint works)",
+        _asks_for_activation_checkpointing,
     ),
     ("pipeline", "pipeline parallelism", _section_not_empty("pipeline")),
     ("hybrid_engine.enabled", "hybrid engine", _section_enabled("hybrid_engine")),

@@ -18,6 +18,7 @@ from deepspeed.runtime.engine_config import EngineConfigAccessors
 from deepspeed.runtime.engine_surface import MICRO_STEP_TIMERS, EngineSurface
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.model_placement import broadcast_from_first_rank, cast_floating_inputs, cast_model
+from deepspeed.runtime.python_gc import python_gc_manager
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, set_log_level_from_string
 from deepspeed.utils.timer import (
@@ -78,6 +79,9 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
             raise NotImplementedError("the config asks for features that are not built yet: " + "; ".join(missing))
         if self._config.log_level is not None:
             set_log_level_from_string(self._config.log_level)
+        if self._config.comms_config.comms_logger_enabled:
+            dist.configure(deepspeed_config=self._config)
+        self._gc_hold = python_gc_manager.acquire() if self._config.disable_python_gc else None
         self.mpu = mpu
         self.collate_fn = collate_fn
         groups.mpu = mpu
@@ -243,7 +247,7 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
     def _report_progress(self) -> None:
         every = self.steps_per_print()
         if self.wall_clock_breakdown() and self.global_steps % (every or 1) == 0:
-            self.timers.log(MICRO_STEP_TIMERS, ranks=[0])
+            self.timers.log(MICRO_STEP_TIMERS, memory_breakdown=self.memory_breakdown(), ranks=[0])
         if every and self.global_steps % every == 0:
             log_dist(
                 f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}", [0]
@@ -388,9 +392,10 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
         if self._stepper is not None:
             self._stepper.destroy()
             self._stepper = None
+        python_gc_manager.release(self._gc_hold)
 
     def __del__(self) -> None:
-        if self.__dict__.get("_stepper") is not None:
+        if "_stepper" in self.__dict__:
             self.destroy()
 
 

@@ -14,6 +14,7 @@ from deepspeed.runtime.gradients.layout import Replicated, make_flat_groups, mas
 from deepspeed.runtime.gradients.ledger import Ledger, ParameterRecord
 from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.runtime.parameter_handover import replace_parameters
+from deepspeed.runtime.zero.flat_weights import refuse_shared_memory
 from deepspeed.utils.tensor_fragment import ParameterLink, link_parameters, unlink_parameters
 
 
@@ -49,6 +50,7 @@ class ReplicatedOptimizer(ZeROOptimizer):
         channel = ControlChannel(group)
         record_groups, frozen = make_records(init_optimizer.param_groups, param_names)
         flat_groups = make_flat_groups(record_groups)
+        refuse_shared_memory([record for group in flat_groups for record in group.records])
         records = sorted((record for g in flat_groups for record in g.records), key=lambda record: record.index)
         layout = Replicated(flat_groups, channel.rank, channel.world_size, bucket_size)
         reducer = GradientReducer(layout, Ledger(records, rank=channel.rank), group, channel, schedule, settings)

@@ -50,7 +50,7 @@ def agree(
 
     Raises:
         GradientAccountingError: on every rank, when some rank's window is unusable, ranks are in different windows, or
-            their contributions have different loss scales.
+            their contributions have different loss scales; or when ranks ask about different engines.
     """
     if channel.world_size == 1:
         verdict = Verdict(wants_round, leftovers, loss_scale)
@@ -66,9 +66,20 @@ def agree(
         -ledger.generation,
         bits,
         -bits if bits != _NO_SCALE else -(1 << 63),
+        ledger.serial,
+        -ledger.serial,
     ]
     what = "a reduction in loss.backward()" if wants_round else "whether all gradients of this step are reduced"
-    wanted, left, poisoned, newest, minus_oldest, largest, minus_smallest = channel.all_reduce_max(message, what)
+    wanted, left, poisoned, newest, minus_oldest, largest, minus_smallest, last, minus_first = channel.all_reduce_max(
+        message, what
+    )
+    if last != -minus_first:
+        serials = channel.gather(ledger.serial, "which engine reduces")
+        raise GradientAccountingError(
+            f"rank {ledger.rank}: ranks reduce the gradients of different engines at the same time (the n-th engine"
+            f" made, by rank: {serials}). With several engines in one loss.backward(), every rank must reach them in"
+            " the same order; use engine.backward(loss), which does not depend on the order"
+        )
     one_scale = largest in (_NO_SCALE, -minus_smallest)
     if not wanted and (poisoned or newest != -minus_oldest or not one_scale):
         _refuse(channel, ledger, loss_scale)

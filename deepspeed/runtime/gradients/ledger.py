@@ -178,6 +178,7 @@ class Ledger:
 
     records: list[ParameterRecord]
     rank: int = 0
+    serial: int = 0  # which engine of this process: the same number on every rank
     backwards: int = 0  # finished backwards of this window
     reduced: bool = False  # whether anything of this window went through a collective
     generation: int = 0  # windows that were dropped with reduced content in them

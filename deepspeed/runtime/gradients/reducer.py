@@ -9,6 +9,7 @@ exactly once is checked there.
 True gradients come out: divided by accumulation count, world size and loss scale, in the shard's dtype.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from deepspeed.runtime.gradients.buckets import Bucket, BufferPool, CommBuffer
 from deepspeed.runtime.gradients.layout import FlatGroup, ShardLayout
 from deepspeed.runtime.gradients.ledger import GradientAccountingError, Ledger, ParameterRecord, Phase, stray_message
 from deepspeed.runtime.gradients.streams import order_for
+
+_serials = itertools.count(1)  # engines are made in the same order on every rank
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class GradientReducer:
     ) -> None:
         self.layout = layout
         self.ledger = ledger
+        ledger.serial = next(_serials)
         self.group = group
         self.channel = channel
         self.schedule = schedule
