@@ -49,7 +49,8 @@ $(STAMP): requirements/requirements.txt requirements/requirements-dev.txt setup.
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/deepspeed --num_accelerators $(RANKS) examples/shared_encoder/train.py
+	# on CPU unless asked otherwise, so that it runs the same with and without GPUs
+	DS_ACCELERATOR=$${DS_ACCELERATOR:-cpu} $(BIN)/deepspeed --num_accelerators $(RANKS) examples/shared_encoder/train.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
