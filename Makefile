@@ -48,8 +48,8 @@ $(STAMP): requirements/requirements.txt requirements/requirements-dev.txt setup.
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
+# On CPU unless asked otherwise, so that it runs the same with and without GPUs.
 demo: $(STAMP)
-	# on CPU unless asked otherwise, so that it runs the same with and without GPUs
 	DS_ACCELERATOR=$${DS_ACCELERATOR:-cpu} $(BIN)/deepspeed --num_accelerators $(RANKS) examples/shared_encoder/train.py
 
 test: $(STAMP)
