@@ -6,6 +6,7 @@ the group. There is one connection per process group, shared by every :class:`Co
 the group.
 """
 
+import atexit
 import pickle
 import weakref
 from collections.abc import Sequence
@@ -107,6 +108,10 @@ def close_channels(group: Any = None) -> None:
     """Close the connection that belongs to ``group``; None: all. Called before process groups are destroyed."""
     for known in [known for known in _links if group is None or known is group]:
         _links.pop(known).close()
+
+
+# A script that ends without destroying its process groups must end well: gloo's threads may not outlive the interpreter.
+atexit.register(close_channels)
 
 
 class ControlChannel:

@@ -16,6 +16,8 @@ import torch
 
 import deepspeed.comm as comm
 
+_NAMES = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single")
+
 
 class BufferInFlightError(AssertionError):
     """A buffer was written between the call of a collective and its ``wait()``."""
@@ -59,7 +61,7 @@ class DelayedWork:
 def delayed_transport() -> Iterator[list[DelayedWork]]:
     """Inside, asynchronous reductions of ``deepspeed.comm`` are delayed. Yields the handles given out so far."""
     works: list[DelayedWork] = []
-    real = {name: getattr(comm, name) for name in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")}
+    real = {name: getattr(comm, name) for name in _NAMES}
 
     def launch(
         work: Any, in_flight: Sequence[torch.Tensor], *deliver: tuple[torch.Tensor, torch.Tensor]
@@ -94,6 +96,16 @@ def delayed_transport() -> Iterator[list[DelayedWork]]:
         work = real["reduce_scatter_tensor"](result, copy, *args, async_op=True, **kwargs)
         return launch(work, [output, tensor], (output, result))
 
+    def all_to_all_single(
+        output: torch.Tensor, tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any
+    ) -> Any:
+        if not async_op:
+            return real["all_to_all_single"](output, tensor, *args, **kwargs)
+        copy, result = tensor.clone(), torch.empty_like(output)
+        work = real["all_to_all_single"](result, copy, *args, async_op=True, **kwargs)
+        return launch(work, [output, tensor], (output, result))
+
+    comm.all_to_all_single = all_to_all_single
     comm.all_reduce, comm.reduce = in_place("all_reduce"), in_place("reduce")
     comm.reduce_scatter, comm.reduce_scatter_tensor = reduce_scatter, reduce_scatter_tensor
     try:

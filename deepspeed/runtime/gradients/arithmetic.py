@@ -5,13 +5,13 @@ On CPU, torch's mixed-dtype operators first cast a whole operand into fresh memo
 more than the arithmetic. Here the cast goes through a scratch of a few hundred kilobytes that stays in cache.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from deepspeed.runtime.gradients.autograd_internals import add_each
 
-CHUNK = 1 << 16
+CHUNK = 1 << 15
 
 
 @torch.no_grad()
@@ -39,6 +39,31 @@ def add_scaled(target: torch.Tensor, source: torch.Tensor, scale: float) -> None
         return
     for into, chunk, scratch in _chunks(target, source, target.dtype):
         into.add_(scratch.copy_(chunk), alpha=scale)
+
+
+@torch.no_grad()
+def deliver(target: torch.Tensor, parts: Sequence[torch.Tensor], scale: float, add: bool) -> None:
+    """``target = scale * sum(parts)``, or that added to ``target``. All 1-D of equal size, the parts of equal dtype.
+
+    Parts are summed in order, in fp32 or wider, and the result is rounded once to ``target``'s dtype.
+    """
+    if len(parts) == 1:
+        combine = add_scaled if add else assign_scaled
+        combine(target, parts[0], scale)
+        return
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    total = torch.empty(min(CHUNK, target.numel()), dtype=wide, device=target.device)
+    addend = torch.empty_like(total)
+    for begin in range(0, target.numel(), CHUNK):
+        into = target[begin : begin + CHUNK]
+        running, one = total[: into.numel()], addend[: into.numel()]
+        running.copy_(parts[0][begin : begin + CHUNK])
+        for part in parts[1:]:
+            running.add_(one.copy_(part[begin : begin + CHUNK]))
+        if add:
+            add_scaled(into, running, scale)
+        else:
+            assign_scaled(into, running, scale)
 
 
 def _chunks(

@@ -3,7 +3,7 @@
 
 import torch
 
-from deepspeed.runtime.gradients.arithmetic import add_scaled, add_scaled_each, assign_scaled
+from deepspeed.runtime.gradients.arithmetic import add_scaled, add_scaled_each, assign_scaled, deliver
 from deepspeed.runtime.gradients.autograd_internals import copy_each
 from deepspeed.runtime.gradients.layout import BucketPlan
 from deepspeed.runtime.gradients.ledger import Move, ParameterRecord
@@ -16,7 +16,6 @@ class CommBuffer:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.data = torch.empty(numel, dtype=dtype, device=device)
         self.mark: object | None = None  # device event after the last use
-        self.user: Bucket | None = None  # bucket whose collective has not been awaited
 
 
 class BufferPool:
@@ -158,13 +157,11 @@ class Bucket:
             gradients.append(gradient if piece.whole else gradient.reshape(-1)[piece.start : piece.stop])
         return present, gradients, absent
 
-    def land(self, data: torch.Tensor, shard: torch.Tensor, scale: float) -> None:
-        """Add ``scale`` times the reduced result to this rank's shard, if this rank keeps any of it."""
-        if self.plan.result is not None:
-            begin, end = self.plan.result
-            target = shard.narrow(0, self.plan.shard_offset, end - begin)
-            combine = add_scaled if self.landed else assign_scaled
-            combine(target, data[begin:end], scale)
+    def land(self, parts: list[torch.Tensor], shard: torch.Tensor, scale: float) -> None:
+        """Add ``scale`` times the sum of ``parts``, the reduced result, to this rank's shard if it keeps any of it."""
+        if parts:
+            target = shard.narrow(0, self.plan.shard_offset, parts[0].numel())
+            deliver(target, parts, scale, add=self.landed)
         self.landed = True
         for piece in self.plan.pieces:
             piece.record.piece_landed()

@@ -1,40 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stateless collectives over one flat buffer. They know no parameter, and at world size 1 they are identities."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.runtime.gradients.layout import Collective
 
+# On gloo a broadcast per owner is faster than its all-gather, a ring, while owners are few.
+FEW_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A reduction under way.
+
+    ``work`` is awaited first; then ``parts`` are 1-D tensors whose sum is what this rank keeps, none where it keeps
+    nothing.
+    """
+
+    work: Any
+    parts: list[torch.Tensor]
+
+
+def needs_scratch(collective: Collective, device: torch.device, group: object) -> bool:
+    """Whether ``reduce_buffer`` wants a second buffer of the same size."""
+    return collective is Collective.REDUCE_SCATTER and device.type == "cpu" and dist.get_world_size(group) > 1
+
 
 def reduce_buffer(
-    buffer: torch.Tensor, collective: Collective, owner: int, result: tuple[int, int] | None, group: object
-) -> object | None:
+    buffer: torch.Tensor,
+    collective: Collective,
+    owner: int,
+    result: tuple[int, int] | None,
+    group: object,
+    scratch: torch.Tensor | None = None,
+) -> Reduction:
     """Sum ``buffer`` over the ranks of ``group``, asynchronously.
 
+    A reduce-scatter with ``scratch`` is an exchange of slices, which the receiver sums: gloo reduces to all ranks even
+    where each needs only its slice, and in the dtype of the buffer; this moves half as much and can be summed in fp32.
+
     Args:
-        buffer: 1-D, the same size and dtype on every rank. Overwritten: afterwards only the range ``result`` means
-            anything.
+        buffer: 1-D, the same size and dtype on every rank. In use until the reduction has landed, and overwritten.
         collective: which ranks need the sum.
         owner: for ``REDUCE``, the rank within ``group`` that needs it.
-        result: for ``REDUCE_SCATTER``, the range of this rank.
-
-    Returns:
-        a work handle with ``wait()``, or None at world size 1.
+        result: the range of the buffer that this rank keeps, None when it keeps nothing.
+        scratch: as large as ``buffer``, where ``needs_scratch``; in use as long.
     """
     world_size = dist.get_world_size(group)
+    own = [] if result is None else [buffer[result[0] : result[1]]]
     if world_size == 1:
-        return None
+        return Reduction(None, own)
     if collective is Collective.ALL_REDUCE:
-        return dist.all_reduce(buffer, group=group, async_op=True)
+        return Reduction(dist.all_reduce(buffer, group=group, async_op=True), own)
     if collective is Collective.REDUCE:
-        return dist.reduce(buffer, dst=dist.get_global_rank(group, owner), group=group, async_op=True)
-    begin, end = result
-    if buffer.device.type == "cpu":
-        # gloo's tensor form copies its whole input into fresh memory; the list form takes views
-        slices = list(buffer.chunk(world_size))
-        return dist.reduce_scatter(buffer[begin:end], slices, group=group, async_op=True)
-    return dist.reduce_scatter_tensor(buffer[begin:end], buffer, group=group, async_op=True)
+        root = dist.get_global_rank(group, owner)
+        return Reduction(dist.reduce(buffer, dst=root, group=group, async_op=True), own)
+    if scratch is not None:
+        work = dist.all_to_all_single(scratch, buffer, group=group, async_op=True)
+        return Reduction(work, list(scratch.chunk(world_size)))
+    return Reduction(dist.reduce_scatter_tensor(own[0], buffer, group=group, async_op=True), own)
 
 
 def all_gather_slices(flat: torch.Tensor, rank: int, group: object, bucket_numel: int) -> None:
@@ -48,6 +76,9 @@ def all_gather_slices(flat: torch.Tensor, rank: int, group: object, bucket_numel
     if world_size == 1:
         return
     slices: list[torch.Tensor] = list(flat.chunk(world_size))
+    if flat.device.type == "cpu" and world_size <= FEW_RANKS:
+        broadcast_slices(flat, group)
+        return
     if flat.numel() <= bucket_numel:
         dist.all_gather_into_tensor(flat, slices[rank], group=group)
         return
@@ -58,12 +89,16 @@ def all_gather_slices(flat: torch.Tensor, rank: int, group: object, bucket_numel
 
 
 def broadcast_slices(flat: torch.Tensor, group: object) -> None:
-    """As ``all_gather_slices``, by one broadcast per owner."""
+    """As ``all_gather_slices``, by one broadcast per owner, all under way at once."""
     world_size = dist.get_world_size(group)
     if world_size == 1:
         return
-    for owner, part in enumerate(flat.chunk(world_size)):
-        dist.broadcast(part, src=dist.get_global_rank(group, owner), group=group)
+    works = [
+        dist.broadcast(part, src=dist.get_global_rank(group, owner), group=group, async_op=True)
+        for owner, part in enumerate(flat.chunk(world_size))
+    ]
+    for work in works:
+        work.wait()
 
 
 def sum_over_ranks(value: torch.Tensor, group: object) -> torch.Tensor:

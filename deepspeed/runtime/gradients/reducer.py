@@ -53,6 +53,16 @@ class ReductionSettings:
     prescale: bool = False
 
 
+@dataclass(eq=False)
+class InFlight:
+    """A bucket on its way, with the buffers it borrows until it lands."""
+
+    bucket: Bucket
+    buffers: list[CommBuffer]
+    reduction: collectives.Reduction
+    scale: float
+
+
 class GradientReducer:
     """Owns the ledger, the buckets and this rank's shards of reduced gradient.
 
@@ -100,7 +110,7 @@ class GradientReducer:
         self._eager = False  # whether buckets may leave before the sweep
         self._factor = 1.0
         self._transport_failed = False
-        self._in_flight: list[tuple[Bucket, CommBuffer, torch.Tensor, object, float]] = []
+        self._in_flight: list[InFlight] = []
 
     def _make_buckets(self) -> list[Bucket]:
         buckets = []
@@ -231,43 +241,50 @@ class GradientReducer:
                 bucket.forget_views()
 
     def _send(self, bucket: Bucket) -> None:
-        buffer = self.pool.get(bucket.slot, bucket.comm_dtype, bucket.device)
-        if buffer.user is not None:
-            self._land_until(buffer.user)
-        self.order.wait_mark(buffer.mark)
+        plan = bucket.plan
+        buffers = [self._free_buffer(bucket, bucket.slot)]
+        scratch = None
+        if collectives.needs_scratch(plan.collective, bucket.device, self.group):
+            buffers.append(self._free_buffer(bucket, 1 - bucket.slot))
+            scratch = buffers[1].data.narrow(0, 0, plan.numel)
         before, after = self._scales(bucket.comm_dtype)
         with torch.no_grad(), torch.profiler.record_function(f"deepspeed.reduce_bucket_{bucket.position}"):
-            data = bucket.fill(buffer.data, self.order, self._factor, before)
+            data = bucket.fill(buffers[0].data, self.order, self._factor, before)
             self.order.fork()
             with self.order.side():
-                plan = bucket.plan
-                work = collectives.reduce_buffer(data, plan.collective, plan.owner, plan.result, self.group)
+                reduction = collectives.reduce_buffer(
+                    data, plan.collective, plan.owner, plan.result, self.group, scratch
+                )
         self.collectives_issued += 1
         self.bytes_communicated += data.nbytes
         self._next += 1
-        buffer.user = bucket
-        self._in_flight.append((bucket, buffer, data, work, after))
+        self._in_flight.append(InFlight(bucket, buffers, reduction, after))
         if self.order.asynchronous or not self.settings.overlap:
             self._land_all()
         if not self.settings.overlap:
-            self.order.wait_mark(buffer.mark)
+            self.order.wait_mark(buffers[0].mark)
 
-    def _land_until(self, bucket: Bucket) -> None:
-        while bucket in [entry[0] for entry in self._in_flight]:
-            self._land(*self._in_flight.pop(0))
+    def _free_buffer(self, bucket: Bucket, slot: int) -> CommBuffer:
+        """The buffer of a slot, once nothing uses it any more."""
+        buffer = self.pool.get(slot, bucket.comm_dtype, bucket.device)
+        while any(buffer in flight.buffers for flight in self._in_flight):
+            self._land(self._in_flight.pop(0))
+        self.order.wait_mark(buffer.mark)
+        return buffer
 
     def _land_all(self) -> None:
         while self._in_flight:
-            self._land(*self._in_flight.pop(0))
+            self._land(self._in_flight.pop(0))
 
     @torch.no_grad()
-    def _land(self, bucket: Bucket, buffer: CommBuffer, data: torch.Tensor, work: object, scale: float) -> None:
+    def _land(self, flight: "InFlight") -> None:
+        bucket = flight.bucket
         with self.order.side():
-            if work is not None:
-                self._await(work, bucket)
-            bucket.land(data, self._shard(bucket.plan.group), scale)
-            buffer.mark = self.order.mark()
-        buffer.user = None
+            if flight.reduction.work is not None:
+                self._await(flight.reduction.work, bucket)
+            bucket.land(flight.reduction.parts, self._shard(bucket.plan.group), flight.scale)
+            for buffer in flight.buffers:
+                buffer.mark = self.order.mark()
 
     def _await(self, work: object, bucket: Bucket) -> None:
         try:
@@ -277,10 +294,8 @@ class GradientReducer:
             names = [piece.record.name for piece in bucket.plan.pieces]
             raise RuntimeError(
                 f"rank {self.ledger.rank}: gradient bucket {bucket.position + 1} of {len(self.buckets)} (parameters"
-                f" {names[0]}"
-                f" to {names[-1]}) was not reduced ({error}). Either another rank failed, whose log has the first"
-                " error, or"
-                " the ranks did not call engine.backward() equally often"
+                f" {names[0]} to {names[-1]}) was not reduced ({error}). Either another rank failed, whose log has the"
+                " first error, or the ranks did not call engine.backward() equally often"
             ) from error
 
     def _shard(self, group_index: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed.runtime.gradients import arithmetic
-from deepspeed.runtime.gradients.arithmetic import add_scaled, add_scaled_each, assign_scaled
+from deepspeed.runtime.gradients.arithmetic import add_scaled, add_scaled_each, assign_scaled, deliver
 
 CHUNK = 64
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -102,3 +102,18 @@ def test_a_large_mixed_addition_makes_no_large_temporary() -> None:
         assign_scaled(source, target, 2.0)
     assert target.unique().tolist() == [0.5] and source.unique().tolist() == [1.0]
     assert made and max(made) <= CHUNK
+
+
+@pytest.mark.parametrize("numel", [1, CHUNK - 1, CHUNK, 3 * CHUNK + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_parts_are_summed_wide_and_delivered_once(numel: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    parts = [torch.randn(numel, generator=generator).to(dtype) for _ in range(3)]
+    expected = 0.3 * torch.stack([part.double() for part in parts]).sum(0)
+    target = torch.full((numel,), float("nan"), dtype=torch.promote_types(dtype, torch.float32))
+    deliver(target, parts, 0.3, add=False)
+    torch.testing.assert_close(target.double(), expected, rtol=1e-6, atol=1e-6)
+    deliver(target, parts, 0.3, add=True)
+    torch.testing.assert_close(target.double(), 2 * expected, rtol=1e-6, atol=1e-6)
+    deliver(target, parts[:1], 1.0, add=False)
+    torch.testing.assert_close(target.double(), parts[0].double())

@@ -55,7 +55,8 @@ def round_of(ranks: list[Rank], factor: float, before: float, after: float) -> N
             assert bool(buffer[bucket.plan.numel :].isnan().all()), "writes beyond the bucket"
         total = torch.stack(sent).sum(0)
         for rank, bucket in zip(ranks, buckets):
-            bucket.land(total.to(bucket.comm_dtype), rank.shard, after)
+            summed, kept = total.to(bucket.comm_dtype), bucket.plan.result
+            bucket.land([] if kept is None else [summed[kept[0] : kept[1]]], rank.shard, after)
 
 
 def gathered(ranks: list[Rank]) -> list[torch.Tensor]:

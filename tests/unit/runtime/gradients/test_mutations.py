@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed
 from deepspeed.runtime.fp16.unfused_optimizer import ReplicatedOptimizer
 from deepspeed.runtime.gradients import buckets, collectives
-from deepspeed.runtime.gradients.arithmetic import assign_scaled
+from deepspeed.runtime.gradients.arithmetic import deliver
 from deepspeed.runtime.gradients.backward_scope import BackwardScope
 from deepspeed.runtime.gradients.buckets import Bucket, CommBuffer
 from deepspeed.runtime.gradients.ledger import GradientAccountingError, Ledger, ParameterRecord, Phase
@@ -249,7 +249,10 @@ def parking_overwrites(patch: pytest.MonkeyPatch) -> None:
 
 
 def landing_overwrites(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(buckets, "add_scaled", assign_scaled)
+    def overwrite(target: Tensor, parts: list[Tensor], scale: float, add: bool) -> None:
+        deliver(target, parts, scale, add=False)
+
+    patch.setattr(buckets, "deliver", overwrite)
 
 
 def hint_is_truth(patch: pytest.MonkeyPatch) -> None:
@@ -266,14 +269,17 @@ def hint_is_truth(patch: pytest.MonkeyPatch) -> None:
 def no_wait(patch: pytest.MonkeyPatch) -> None:
     real = collectives.reduce_buffer
 
-    def reduce_buffer(*args: Any) -> None:
-        real(*args)
+    def reduce_buffer(*args: Any) -> collectives.Reduction:
+        return collectives.Reduction(None, real(*args).parts)
 
     patch.setattr(collectives, "reduce_buffer", reduce_buffer)
 
 
 def buffer_reused_without_waiting(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GradientReducer, "_land_until", lambda self, bucket: None)
+    def free_buffer(self: GradientReducer, bucket: Bucket, slot: int) -> CommBuffer:
+        return self.pool.get(slot, bucket.comm_dtype, bucket.device)
+
+    patch.setattr(GradientReducer, "_free_buffer", free_buffer)
 
 
 def last_window_left_in_shard(patch: pytest.MonkeyPatch) -> None:
