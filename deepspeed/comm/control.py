@@ -110,7 +110,7 @@ def close_channels(group: Any = None) -> None:
         _links.pop(known).close()
 
 
-# A script that ends without destroying its process groups must end well: gloo's threads may not outlive the interpreter.
+# A script that ends without destroying its process groups must end well: gloo's threads may not outlive Python.
 atexit.register(close_channels)
 
 
