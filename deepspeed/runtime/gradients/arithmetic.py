@@ -2,16 +2,28 @@
 """Elementwise arithmetic between tensors of different dtypes that makes no large temporary.
 
 On CPU, torch's mixed-dtype operators first cast a whole operand into fresh memory, and the page faults of that cost
-more than the arithmetic. Here the cast goes through a scratch of a few hundred kilobytes that stays in cache.
+more than the arithmetic. Here the cast goes through a small scratch that is kept.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from deepspeed.runtime.gradients.autograd_internals import add_each
 
-CHUNK = 1 << 15
+CHUNK = 1 << 18  # elements: a scratch of one megabyte, few enough operator calls
+
+_kept = threading.local()  # one set per thread: two threads may train two engines
+
+
+def _scratch(index: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A kept 1-D tensor of ``numel`` elements, at most ``CHUNK``; different for each ``index``."""
+    kept = _kept.__dict__.setdefault("tensors", {})
+    key = (index, dtype, device)
+    if key not in kept or kept[key].numel() < numel:
+        kept[key] = torch.empty(max(numel, CHUNK), dtype=dtype, device=device)
+    return kept[key][:numel]
 
 
 @torch.no_grad()
@@ -52,26 +64,28 @@ def deliver(target: torch.Tensor, parts: Sequence[torch.Tensor], scale: float, a
         combine(target, parts[0], scale)
         return
     wide = torch.promote_types(parts[0].dtype, torch.float32)
-    total = torch.empty(min(CHUNK, target.numel()), dtype=wide, device=target.device)
-    addend = torch.empty_like(total)
+    if not add and target.dtype == wide:
+        target.copy_(parts[0])
+        for part in parts[1:]:
+            add_scaled(target, part, 1.0)
+        if scale != 1.0:
+            target.mul_(scale)
+        return
+    combine = add_scaled if add else assign_scaled
     for begin in range(0, target.numel(), CHUNK):
         into = target[begin : begin + CHUNK]
-        running, one = total[: into.numel()], addend[: into.numel()]
-        running.copy_(parts[0][begin : begin + CHUNK])
+        total = _scratch(1, into.numel(), wide, target.device)
+        total.copy_(parts[0][begin : begin + CHUNK])
         for part in parts[1:]:
-            running.add_(one.copy_(part[begin : begin + CHUNK]))
-        if add:
-            add_scaled(into, running, scale)
-        else:
-            assign_scaled(into, running, scale)
+            add_scaled(total, part[begin : begin + CHUNK], 1.0)
+        combine(into, total, scale)
 
 
 def _chunks(
     target: torch.Tensor, source: torch.Tensor, dtype: torch.dtype
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    scratch = torch.empty(min(CHUNK, target.numel()), dtype=dtype, device=target.device)
     for into, chunk in zip(target.split(CHUNK), source.split(CHUNK)):
-        yield into, chunk, scratch[: chunk.numel()]
+        yield into, chunk, _scratch(0, into.numel(), dtype, target.device)
 
 
 def add_scaled_each(targets: list[torch.Tensor], sources: list[torch.Tensor], scale: float) -> None:
