@@ -14,7 +14,7 @@ from deepspeed.runtime.gradients import collectives
 from deepspeed.runtime.gradients.backward_scope import BackwardScope, watch_end
 from deepspeed.runtime.gradients.ledger import ParameterRecord
 from deepspeed.runtime.gradients.reducer import GradientReducer
-from deepspeed.runtime.parameter_handover import refuse_used_optimizer
+from deepspeed.runtime.parameter_handover import refuse_shared_memory, refuse_used_optimizer
 from deepspeed.utils.logging import log_dist
 
 CLIP_EPSILON = 1e-6
@@ -232,7 +232,7 @@ def make_records(
         the records of each group, and the parameters left out because they are frozen.
 
     Raises:
-        ValueError: a parameter that the model does not have, or one on the meta device.
+        ValueError: a parameter that the model does not have, one on the meta device, or two over the same memory.
         AssertionError: a parameter that occurs twice.
     """
     position = {parameter: i for i, parameter in enumerate(param_names)}
@@ -246,8 +246,7 @@ def make_records(
             if parameter not in position:
                 raise ValueError(
                     f"{where} is not a parameter of the model given to deepspeed.initialize, so no gradient of the"
-                    " model could"
-                    " reach it. Build the optimizer from the parameters of this very model"
+                    " model could reach it. Build the optimizer from the parameters of this very model"
                 )
             if parameter in seen:
                 raise AssertionError(f"{where}, named {param_names[parameter]!r}, occurs twice in the optimizer")
@@ -259,6 +258,7 @@ def make_records(
             elif parameter.numel():
                 records.append(ParameterRecord(parameter, param_names[parameter], position[parameter]))
         groups.append(records)
+    refuse_shared_memory([record for records in groups for record in records])
     in_model_order = sorted((r for records in groups for r in records), key=lambda r: r.index)
     for index, record in enumerate(in_model_order):
         record.index = index
@@ -374,8 +374,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         if thawed:
             raise RuntimeError(
                 f"parameters {thawed[:5]} did not require grad when the engine was made and do now; their gradients"
-                " are neither"
-                " reduced nor applied. Unfreeze before deepspeed.initialize, or make a new engine"
+                " are neither reduced nor applied. Unfreeze before deepspeed.initialize, or make a new engine"
             )
 
     # ------------------------------------------------------------------ norm, overflow, clipping

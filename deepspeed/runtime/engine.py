@@ -128,8 +128,7 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
             if self._config.zero_optimization_stage in (1, 2):
                 raise AssertionError(
                     f"ZeRO stage {self._config.zero_optimization_stage} partitions optimizer state and needs an"
-                    " optimizer: pass"
-                    " one to deepspeed.initialize or name one in the config section 'optimizer'"
+                    " optimizer: pass one to deepspeed.initialize or name one in the config section 'optimizer'"
                 )
             return None
         names = {parameter: name for name, parameter in self.module.named_parameters()}
@@ -299,8 +298,8 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
         if stage >= 2:
             raise AssertionError(
                 f"no_sync() is incompatible with gradient partitioning (ZeRO stage {stage}): each backward frees the"
-                " gradients"
-                " that other ranks own. Use gradient_accumulation_steps, or stage 0 or 1, or coalesce_grad_reduction()"
+                " gradients that other ranks own. Use gradient_accumulation_steps, or stage 0 or 1, or"
+                " coalesce_grad_reduction()"
             )
         if self.schedule.deferred_by:
             raise AssertionError(f"no_sync() inside {self.schedule.deferred_by}")

@@ -7,6 +7,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.utils import map_tensors
 
 
 @torch.no_grad()
@@ -39,20 +40,12 @@ def broadcast_from_first_rank(model: torch.nn.Module, group: Any) -> None:
         if tensor.is_meta:
             raise ValueError("the model has tensors on the meta device; materialise it before deepspeed.initialize")
         if tensor.numel():
-            contiguous = tensor.data if tensor.is_contiguous() else tensor.data.contiguous()
+            contiguous = tensor.data.contiguous()
             dist.broadcast(contiguous, src=source, group=group)
-            if contiguous is not tensor.data and not tensor.is_contiguous():
+            if not tensor.is_contiguous():
                 tensor.data.copy_(contiguous)
 
 
 def cast_floating_inputs(value: Any, dtype: torch.dtype) -> Any:
     """Copy of a nested structure (tuple, list, dict) with floating-point tensors cast."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: cast_floating_inputs(item, dtype) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_floating_inputs(item, dtype) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(cast_floating_inputs(item, dtype) for item in value)
-    return value
+    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from deepspeed.runtime.gradients.ledger import ParameterRecord
+
 STEP = "step"
 
 
@@ -54,3 +56,20 @@ def _anew(key: str, states: list[dict[str, Any]], parameter: torch.Tensor) -> An
         )
     value = values[0].item() if values.numel() else 0.0
     return torch.full_like(parameter, value, requires_grad=False)
+
+
+def refuse_shared_memory(records: list[ParameterRecord]) -> None:
+    """ValueError when two different parameters overlap in memory: flattening would separate them in silence."""
+    spans = []
+    for record in records:
+        data = record.parameter.data
+        if data.is_contiguous():
+            spans.append((str(data.device), data.data_ptr(), data.data_ptr() + data.nbytes, record.name))
+    spans.sort()
+    for (device, _, end, name), (next_device, start, _, next_name) in zip(spans, spans[1:]):
+        if device == next_device and start < end:
+            raise ValueError(
+                f"parameters {name!r} and {next_name!r} are different Parameter objects over the same memory."
+                " Partitioning would untie them. Tie the Parameter objects themselves (module_b.weight ="
+                " module_a.weight)"
+            )

@@ -50,15 +50,23 @@ def move_to_device(item: Any, device: torch.device, criterion_func: Callable[[An
     Args:
         criterion_func: move only tensors for which it is true.
     """
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device) if criterion_func is None or criterion_func(tensor) else tensor
+
+    return map_tensors(item, move)
+
+
+def map_tensors(item: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Copy of a nested structure (tuple, named tuple, list, dict) with ``function`` applied to its tensors."""
     if isinstance(item, torch.Tensor):
-        wanted = criterion_func is None or criterion_func(item)
-        return item.to(device) if wanted else item
+        return function(item)
     if isinstance(item, dict):
-        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
+        return {key: map_tensors(value, function) for key, value in item.items()}
     if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(move_to_device(value, device, criterion_func) for value in item))
+        return type(item)(*(map_tensors(value, function) for value in item))
     if isinstance(item, (list, tuple)):
-        return type(item)(move_to_device(value, device, criterion_func) for value in item)
+        return type(item)(map_tensors(value, function) for value in item)
     return item
 
 

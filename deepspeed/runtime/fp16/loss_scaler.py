@@ -111,8 +111,8 @@ class DynamicLossScaler(LossScalerBase):
         elif self.cur_scale <= self.min_scale and self.raise_error_at_min_scale:
             raise Exception(
                 f"the loss scale is at its minimum of {self.min_scale} and gradients still overflow, so no step can"
-                " succeed."
-                " The loss or the model produces non-finite values: lower the learning rate, check the data, or"
+                " succeed. The loss or the model produces non-finite values: lower the learning rate, check the data,"
+                " or"
                 " train in bf16"
             )
         else:

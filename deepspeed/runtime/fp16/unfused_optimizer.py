@@ -10,11 +10,10 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer, make_records
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.gradients.autograd_internals import copy_each
-from deepspeed.runtime.gradients.layout import Replicated, make_flat_groups, master_dtype
+from deepspeed.runtime.gradients.layout import Replicated, make_flat_groups, master_dtype, records_in_model_order
 from deepspeed.runtime.gradients.ledger import Ledger, ParameterRecord
 from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.runtime.parameter_handover import replace_parameters
-from deepspeed.runtime.zero.flat_weights import refuse_shared_memory
 from deepspeed.utils.tensor_fragment import ParameterLink, link_parameters, unlink_parameters
 
 
@@ -50,8 +49,7 @@ class ReplicatedOptimizer(ZeROOptimizer):
         channel = ControlChannel(group)
         record_groups, frozen = make_records(init_optimizer.param_groups, param_names)
         flat_groups = make_flat_groups(record_groups)
-        refuse_shared_memory([record for group in flat_groups for record in group.records])
-        records = sorted((record for g in flat_groups for record in g.records), key=lambda record: record.index)
+        records = records_in_model_order(flat_groups)
         layout = Replicated(flat_groups, channel.rank, channel.world_size, bucket_size)
         reducer = GradientReducer(layout, Ledger(records, rank=channel.rank), group, channel, schedule, settings)
         super().__init__(

@@ -59,8 +59,8 @@ def deliver(target: torch.Tensor, parts: Sequence[torch.Tensor], scale: float, a
 
     Parts are summed in order, in fp32 or wider, and the result is rounded once to ``target``'s dtype.
     """
+    combine = add_scaled if add else assign_scaled
     if len(parts) == 1:
-        combine = add_scaled if add else assign_scaled
         combine(target, parts[0], scale)
         return
     wide = torch.promote_types(parts[0].dtype, torch.float32)
@@ -71,7 +71,6 @@ def deliver(target: torch.Tensor, parts: Sequence[torch.Tensor], scale: float, a
         if scale != 1.0:
             target.mul_(scale)
         return
-    combine = add_scaled if add else assign_scaled
     for begin in range(0, target.numel(), CHUNK):
         into = target[begin : begin + CHUNK]
         total = _scratch(1, into.numel(), wide, target.device)

@@ -75,10 +75,10 @@ def all_gather_slices(flat: torch.Tensor, rank: int, group: object, bucket_numel
     world_size = dist.get_world_size(group)
     if world_size == 1:
         return
-    slices: list[torch.Tensor] = list(flat.chunk(world_size))
     if flat.device.type == "cpu" and world_size <= FEW_RANKS:
         broadcast_slices(flat, group)
         return
+    slices = list(flat.chunk(world_size))
     if flat.numel() <= bucket_numel:
         dist.all_gather_into_tensor(flat, slices[rank], group=group)
         return

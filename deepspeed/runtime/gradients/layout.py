@@ -121,6 +121,11 @@ def make_flat_groups(record_groups: Sequence[Sequence[ParameterRecord]]) -> list
     return groups
 
 
+def records_in_model_order(groups: Sequence[FlatGroup]) -> list[ParameterRecord]:
+    """All records of the groups, by index: the order of the ledger."""
+    return sorted((record for group in groups for record in group.records), key=lambda record: record.index)
+
+
 def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 

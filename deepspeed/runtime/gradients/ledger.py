@@ -233,8 +233,8 @@ class Ledger:
         if wrong:
             raise GradientAccountingError(
                 f"rank {self.rank}: the gradient of {len(wrong)} parameters is incomplete at the end of the window"
-                " after "
-                f"{self.backwards} backwards: {describe(wrong)}. Nothing was updated; call zero_grad() to start a"
+                f" after {self.backwards} backwards: {describe(wrong)}. Nothing was updated; call zero_grad() to"
+                " start a"
                 " new window"
             )
 

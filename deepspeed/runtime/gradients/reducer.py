@@ -150,8 +150,8 @@ class GradientReducer:
         Raises:
             GradientAccountingError: a ``.grad`` was set by hand, and autograd would add to it.
         """
-        strays = self.ledger.strays()
-        if strays and scope.announced:
+        strays = self.ledger.strays() if scope.announced else []
+        if strays:
             raise GradientAccountingError(stray_message(strays))
         if self._idle():
             self.window_loss_scale = scope.loss_scale

@@ -4,7 +4,6 @@
 import torch
 
 from deepspeed.runtime.gradients.layout import FlatGroup, ShardLayout, master_dtype
-from deepspeed.runtime.gradients.ledger import ParameterRecord
 
 
 class FlatWeights:
@@ -12,14 +11,10 @@ class FlatWeights:
 
     Args:
         layout: where each parameter lies.
-
-    Raises:
-        ValueError: two parameters share memory.
     """
 
     def __init__(self, layout: ShardLayout) -> None:
         self.layout = layout
-        refuse_shared_memory([record for group in layout.groups for record in group.records])
         self.flats: list[torch.Tensor] = []
         self.masters: list[torch.Tensor] = []
         with torch.no_grad():
@@ -58,20 +53,3 @@ class FlatWeights:
     def release(self) -> None:
         """Free the masters; the parameters keep their flat tensors."""
         self.masters = []
-
-
-def refuse_shared_memory(records: list[ParameterRecord]) -> None:
-    """ValueError when two different parameters overlap in memory: flattening would separate them in silence."""
-    spans = []
-    for record in records:
-        data = record.parameter.data
-        if data.is_contiguous():
-            spans.append((str(data.device), data.data_ptr(), data.data_ptr() + data.nbytes, record.name))
-    spans.sort()
-    for (device, _, end, name), (next_device, start, _, next_name) in zip(spans, spans[1:]):
-        if device == next_device and start < end:
-            raise ValueError(
-                f"parameters {name!r} and {next_name!r} are different Parameter objects over the same memory."
-                " Partitioning"
-                " would untie them. Tie the Parameter objects themselves (module_b.weight = module_a.weight)"
-            )

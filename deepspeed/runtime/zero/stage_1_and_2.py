@@ -14,7 +14,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer, make_records
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.gradients import collectives
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
-from deepspeed.runtime.gradients.layout import FlatGroup, FlatPartition, make_flat_groups, round_robin
+from deepspeed.runtime.gradients.layout import FlatPartition, make_flat_groups, records_in_model_order, round_robin
 from deepspeed.runtime.gradients.ledger import Ledger
 from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.runtime.parameter_handover import replace_parameters
@@ -111,7 +111,7 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, ZeROOptimizer):
         )
         reducer = GradientReducer(
             layout,
-            Ledger(_in_model_order(flat_groups), rank=channel.rank),
+            Ledger(records_in_model_order(flat_groups), rank=channel.rank),
             group,
             channel,
             schedule or AccumulationSchedule(gradient_accumulation_steps),
@@ -193,10 +193,6 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, ZeROOptimizer):
         super().destroy()
         unlink_parameters(self)
         self.weights.release()
-
-
-def _in_model_order(flat_groups: list[FlatGroup]) -> list[Any]:
-    return sorted((record for group in flat_groups for record in group.records), key=lambda record: record.index)
 
 
 def _refuse_unbuilt(**requested: bool) -> None:
