@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -24,19 +25,28 @@ from deepspeed.runtime import constants as const
 from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT, DeepSpeedActivationCheckpointingConfig
 from deepspeed.runtime.batch_config import data_parallel_world_size, resolve_batch_sizes
 from deepspeed.runtime.config_checks import check_exclusions, check_top_level_keys, unsupported_features
+from deepspeed.runtime.config_sections import (
+    DATA_EFFICIENCY,
+    DATA_PARALLEL_SIZE,
+    PARALLEL_WRITE,
+    PIPELINE,
+    SEQUENCE_PARALLEL_SIZE,
+    TOP_LEVEL_DTYPES,
+    TOP_LEVEL_SCALARS,
+    read_key,
+    read_whole_section,
+    section_of,
+)
 from deepspeed.runtime.config_utils import (
     DeepSpeedConfigError,
     DeepSpeedConfigModel,
     DeepSpeedConfigTypeError,
     DeepSpeedConfigValueError,
     ScientificNotationEncoder,
-    check_section_keys,
     dict_raise_error_on_duplicate_keys,
     dtype_from_name,
     global_rank,
-    read_dtype,
     read_section,
-    read_value,
     warn_once_on_rank_0,
 )
 from deepspeed.runtime.model_checkpointing.config import get_checkpoint_config
@@ -46,7 +56,6 @@ from deepspeed.runtime.swap_tensor.constants import AIO
 from deepspeed.runtime.tensor_parallel.config import TENSOR_PARALLEL, get_tensor_parallel_config
 from deepspeed.runtime.zero.config import ALLGATHER_SIZE_DEPRECATED, ZERO_OPTIMIZATION, get_zero_config
 from deepspeed.utils.config import TIMERS, get_timers_config
-from deepspeed.utils.logging import log_levels
 
 __all__ = [
     "DeepSpeedConfig",
@@ -89,76 +98,14 @@ TORCH_ADAM_PARAM = "torch_adam"
 ADAM_W_MODE = "adam_w_mode"
 ADAM_W_MODE_DEFAULT = True
 
-LOG_LEVELS = tuple(log_levels)
-
-# Spellings allowed for each dtype key.
-COMMUNICATION_DTYPE_NAMES = ("fp16", "bf16", "fp32")
-DATA_TYPE_NAMES = ("fp32", "fp16", "bf16")
-AUTOCAST_DTYPE_NAMES = (
-    "torch.float16",
-    "fp16",
-    "float16",
-    "half",
-    "torch.bfloat16",
-    "bf16",
-    "bfloat16",
-    "torch.float32",
-    "fp32",
-    "float32",
-    "float",
-    "torch.int8",
-    "int8",
-)
-
 # Values that are never printed.
 SECRET_KEYS = ("api_key",)
 HIDDEN = "(hidden)"
 
 HYBRID_ENGINE = "hybrid_engine"
-PIPELINE = "pipeline"
-PIPELINE_DEFAULTS: dict[str, Any] = {
-    "stages": "auto",
-    "partition": "best",
-    "seed_layers": False,
-    "activation_checkpoint_interval": 0,
-    "pipe_partitioned": True,
-    "grad_partitioned": True,
-}
-
-# Top-level keys with a single value: type, default, limits.
-TOP_LEVEL_SCALARS: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    const.TRAIN_BATCH_SIZE: ("int", const.TRAIN_BATCH_SIZE_DEFAULT, {}),
-    const.TRAIN_MICRO_BATCH_SIZE_PER_GPU: ("int", const.TRAIN_MICRO_BATCH_SIZE_PER_GPU_DEFAULT, {}),
-    const.GRADIENT_ACCUMULATION_STEPS: ("int", const.GRADIENT_ACCUMULATION_STEPS_DEFAULT, {}),
-    const.MANAGED_GRADIENT_ACCUMULATION: ("bool", const.MANAGED_GRADIENT_ACCUMULATION_DEFAULT, {}),
-    const.STEPS_PER_PRINT: ("number", const.STEPS_PER_PRINT_DEFAULT, {"above": 0}),
-    const.DUMP_STATE: ("bool", const.DUMP_STATE_DEFAULT, {}),
-    const.DISABLE_PYTHON_GC: ("bool", const.DISABLE_PYTHON_GC_DEFAULT, {}),
-    const.DISABLE_ALLGATHER: ("bool", const.DISABLE_ALLGATHER_DEFAULT, {}),
-    const.PRESCALE_GRADIENTS: ("bool", const.PRESCALE_GRADIENTS_DEFAULT, {}),
-    const.GRADIENT_PREDIVIDE_FACTOR: ("number", const.GRADIENT_PREDIVIDE_FACTOR_DEFAULT, {"above": 0}),
-    const.GRADIENT_ALLREDUCE_OP: (
-        "str",
-        const.GRADIENT_ALLREDUCE_OP_DEFAULT,
-        {"choices": const.GRADIENT_ALLREDUCE_OP_SUPPORTED},
-    ),
-    const.GRADIENT_CLIPPING: ("number", const.GRADIENT_CLIPPING_DEFAULT, {"minimum": 0}),
-    const.ZERO_ALLOW_UNTESTED_OPTIMIZER: ("bool", const.ZERO_ALLOW_UNTESTED_OPTIMIZER_DEFAULT, {}),
-    const.ZERO_FORCE_DS_CPU_OPTIMIZER: ("bool", const.ZERO_FORCE_DS_CPU_OPTIMIZER_DEFAULT, {}),
-    const.DATALOADER_DROP_LAST: ("bool", const.DATALOADER_DROP_LAST_DEFAULT, {}),
-    const.WALL_CLOCK_BREAKDOWN: ("bool", const.WALL_CLOCK_BREAKDOWN_DEFAULT, {}),
-    const.MEMORY_BREAKDOWN: ("bool", const.MEMORY_BREAKDOWN_DEFAULT, {}),
-    const.VOCABULARY_SIZE: ("int", const.VOCABULARY_SIZE_DEFAULT, {"above": 0}),
-    const.LOG_LEVEL: ("str", const.LOG_LEVEL_DEFAULT, {"choices": LOG_LEVELS}),
-    const.USE_DATA_BEFORE_EXPERT_PARALLEL: ("bool", const.USE_DATA_BEFORE_EXPERT_PARALLEL_DEFAULT, {}),
-    "sequence_parallel_size": ("int", None, {"above": 0}),
-    "data_parallel_size": ("int", None, {"above": 0}),
-}
-
 KNOWN_TOP_LEVEL_KEYS = (
     *TOP_LEVEL_SCALARS,
-    const.COMMUNICATION_DATA_TYPE,
-    const.SEQ_PARALLEL_COMMUNICATION_DATA_TYPE,
+    *TOP_LEVEL_DTYPES,
     const.OPTIMIZER,
     const.SCHEDULER,
     const.FP16,
@@ -179,7 +126,7 @@ KNOWN_TOP_LEVEL_KEYS = (
     PIPELINE,
     TENSOR_PARALLEL,
     EXPERT_PARALLEL,
-    "data_efficiency",
+    DATA_EFFICIENCY,
     "compile",
     "weight_quantization",
     "datastates_ckpt",
@@ -269,8 +216,7 @@ def _load_base64(config: str) -> Any:
 
 def read_top_level(param_dict: Mapping[str, Any], key: str) -> Any:
     """A top-level key of :data:`TOP_LEVEL_SCALARS`, checked, or its default."""
-    kind, default, limits = TOP_LEVEL_SCALARS[key]
-    return read_value(param_dict, key, default, kind, **limits)
+    return TOP_LEVEL_SCALARS[key].read(param_dict, key)
 
 
 def get_expert_parallel_config(param_dict: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -280,36 +226,22 @@ def get_expert_parallel_config(param_dict: Mapping[str, Any]) -> dict[str, Any] 
 
 def get_torch_autocast_enabled(param_dict: Mapping[str, Any]) -> bool:
     """``torch_autocast.enabled``."""
-    section = _torch_autocast(param_dict)
-    default = const.TORCH_AUTOCAST_ENABLED_DEFAULT
-    return read_value(section, const.TORCH_AUTOCAST_ENABLED, default, "bool", const.TORCH_AUTOCAST)
+    return read_key(param_dict, const.TORCH_AUTOCAST, const.TORCH_AUTOCAST_ENABLED)
 
 
 def get_torch_autocast_dtype(param_dict: Mapping[str, Any]) -> torch.dtype | None:
     """``torch_autocast.dtype``, None when not given. Raises ValueError for an unknown name."""
-    section = _torch_autocast(param_dict)
-    return read_dtype(section, const.TORCH_AUTOCAST_DTYPE, None, AUTOCAST_DTYPE_NAMES, const.TORCH_AUTOCAST)
+    return read_key(param_dict, const.TORCH_AUTOCAST, const.TORCH_AUTOCAST_DTYPE)
 
 
 def get_lower_precision_safe_modules(param_dict: Mapping[str, Any]) -> list[str] | None:
     """Dotted class names whose parameters may be communicated in low precision. Raises ValueError for a non-string."""
     key, where = const.TORCH_AUTOCAST_LOWER_PRECISION_SAFE_MODULES, const.TORCH_AUTOCAST
-    names = read_value(_torch_autocast(param_dict), key, None, "list", where)
+    names = read_key(param_dict, where, key)
     for name in names or []:
         if not isinstance(name, str):
             raise DeepSpeedConfigValueError(f"Config key '{where}.{key}' must be a list of strings, it has {name!r}")
     return names
-
-
-def _torch_autocast(param_dict: Mapping[str, Any]) -> dict[str, Any]:
-    section = read_section(param_dict, const.TORCH_AUTOCAST)
-    known = (
-        const.TORCH_AUTOCAST_ENABLED,
-        const.TORCH_AUTOCAST_DTYPE,
-        const.TORCH_AUTOCAST_LOWER_PRECISION_SAFE_MODULES,
-    )
-    check_section_keys(section, known, const.TORCH_AUTOCAST)
-    return section
 
 
 def get_gradient_accumulation_steps(param_dict: Mapping[str, Any]) -> int | None:
@@ -328,9 +260,9 @@ def get_communication_data_type(
     comm_data_type_default: str | None = const.COMMUNICATION_DATA_TYPE_DEFAULT,
 ) -> torch.dtype | None:
     """Dtype of the key ``comm_type``, None when neither given nor defaulted. Raises ValueError for another name."""
-    if param_dict.get(comm_type, comm_data_type_default) is None:
-        return None
-    return read_dtype(param_dict, comm_type, comm_data_type_default, COMMUNICATION_DTYPE_NAMES)
+    return replace(TOP_LEVEL_DTYPES[comm_type], default=comm_data_type_default, nullable=True).read(
+        param_dict, comm_type
+    )
 
 
 def get_prescale_gradients(param_dict: Mapping[str, Any]) -> bool:
@@ -375,31 +307,25 @@ def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
 
 def get_pipeline_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Section ``pipeline`` over its defaults; unknown keys are kept."""
-    return {**PIPELINE_DEFAULTS, **read_section(param_dict, PIPELINE)}
+    return {**read_section(param_dict, PIPELINE), **read_whole_section(param_dict, PIPELINE)}
 
 
-def _named_section(param_dict: Mapping[str, Any], name: str, known: tuple[str, ...]) -> dict[str, Any]:
-    section = read_section(param_dict, name)
-    check_section_keys(section, known, name)
-    return section
-
-
-def _optimizer(param_dict: Mapping[str, Any]) -> dict[str, Any]:
-    return _named_section(
-        param_dict, const.OPTIMIZER, (const.TYPE, const.OPTIMIZER_PARAMS, const.LEGACY_FUSION, "torch_adam")
-    )
+def get_data_efficiency_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Section ``data_efficiency`` as given; types of its keys and of ``data_sampling`` are checked."""
+    for path in (DATA_EFFICIENCY, f"{DATA_EFFICIENCY}.data_sampling"):
+        read_whole_section(param_dict, path)
+    return read_section(param_dict, DATA_EFFICIENCY)
 
 
 def get_optimizer_name(param_dict: Mapping[str, Any]) -> str | None:
     """``optimizer.type``, None when absent; our own names come back in lower case."""
-    default = const.OPTIMIZER_TYPE_DEFAULT
-    name = read_value(_optimizer(param_dict), const.TYPE, default, "str", const.OPTIMIZER)
+    name = read_key(param_dict, const.OPTIMIZER, const.TYPE)
     return name.lower() if name is not None and name.lower() in DEEPSPEED_OPTIMIZERS else name
 
 
 def get_optimizer_params(param_dict: Mapping[str, Any]) -> dict[str, Any] | None:
     """``optimizer.params``, None when there is no optimizer or it has no params."""
-    return read_value(_optimizer(param_dict), const.OPTIMIZER_PARAMS, None, "dict", const.OPTIMIZER)
+    return read_key(param_dict, const.OPTIMIZER, const.OPTIMIZER_PARAMS)
 
 
 def get_optimizer_gradient_clipping(param_dict: Mapping[str, Any]) -> float | None:
@@ -409,8 +335,7 @@ def get_optimizer_gradient_clipping(param_dict: Mapping[str, Any]) -> float | No
 
 def get_optimizer_legacy_fusion(param_dict: Mapping[str, Any]) -> bool:
     """``optimizer.legacy_fusion``."""
-    default = const.LEGACY_FUSION_DEFAULT
-    return read_value(_optimizer(param_dict), const.LEGACY_FUSION, default, "bool", const.OPTIMIZER)
+    return read_key(param_dict, const.OPTIMIZER, const.LEGACY_FUSION)
 
 
 def get_zero_allow_untested_optimizer(param_dict: Mapping[str, Any]) -> bool:
@@ -425,14 +350,12 @@ def get_zero_force_ds_cpu_optimizer(param_dict: Mapping[str, Any]) -> bool:
 
 def get_scheduler_name(param_dict: Mapping[str, Any]) -> str | None:
     """``scheduler.type``, None when absent."""
-    section = _named_section(param_dict, const.SCHEDULER, (const.TYPE, const.SCHEDULER_PARAMS))
-    return read_value(section, const.TYPE, const.SCHEDULER_TYPE_DEFAULT, "str", const.SCHEDULER)
+    return read_key(param_dict, const.SCHEDULER, const.TYPE)
 
 
 def get_scheduler_params(param_dict: Mapping[str, Any]) -> dict[str, Any] | None:
     """``scheduler.params``, None when absent."""
-    section = _named_section(param_dict, const.SCHEDULER, (const.TYPE, const.SCHEDULER_PARAMS))
-    return read_value(section, const.SCHEDULER_PARAMS, None, "dict", const.SCHEDULER)
+    return read_key(param_dict, const.SCHEDULER, const.SCHEDULER_PARAMS)
 
 
 def get_train_batch_size(param_dict: Mapping[str, Any]) -> int | None:
@@ -472,8 +395,7 @@ def get_checkpoint_params(param_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 def get_data_types_params(param_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Section ``data_types`` as given."""
-    known = (const.GRAD_ACCUM_DTYPE, const.PARAM_DTYPE, const.BUFFER_DTYPE, const.KEEP_IN_FP32_MODULES)
-    return _named_section(param_dict, const.DATA_TYPES, known)
+    return section_of(param_dict, const.DATA_TYPES)
 
 
 def get_checkpoint_tag_validation_mode(checkpoint_params: Mapping[str, Any]) -> str:
@@ -483,14 +405,9 @@ def get_checkpoint_tag_validation_mode(checkpoint_params: Mapping[str, Any]) -> 
 
 def get_checkpoint_parallel_write_pipeline(checkpoint_params: Mapping[str, Any]) -> bool:
     """``checkpoint.parallel_write.pipeline_stage``. Raises DeepSpeedConfigError for anything but a boolean."""
-    where = f"{const.CHECKPOINT}.{const.CHECKPOINT_PARALLEL_WRITE}"
-    section = read_section(checkpoint_params, const.CHECKPOINT_PARALLEL_WRITE)
-    key, default = (
-        const.CHECKPOINT_PARALLEL_WRITE_PIPELINE_STAGE,
-        const.CHECKPOINT_PARALLEL_WRITE_PIPELINE_STAGE_DEFAULT,
+    return read_key(
+        {const.CHECKPOINT: dict(checkpoint_params)}, PARALLEL_WRITE, const.CHECKPOINT_PARALLEL_WRITE_PIPELINE_STAGE
     )
-    check_section_keys(section, [key], where)
-    return read_value(section, key, default, "bool", where)
 
 
 def get_dataloader_drop_last(param_dict: Mapping[str, Any]) -> bool:
@@ -501,10 +418,6 @@ def get_dataloader_drop_last(param_dict: Mapping[str, Any]) -> bool:
 def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
     """``log_level`` in lower case, None when absent."""
     return read_top_level(param_dict, const.LOG_LEVEL)
-
-
-def _get_data_type(param_dict: Mapping[str, Any], key: str, default: str | None) -> torch.dtype | None:
-    return read_dtype(get_data_types_params(param_dict), key, default, DATA_TYPE_NAMES, const.DATA_TYPES)
 
 
 def get_keep_in_fp32_modules(param_dict: Mapping[str, Any]) -> str | list[str]:
@@ -557,8 +470,8 @@ class DeepSpeedConfig:
 
     def _read_batch_sizes(self) -> None:
         source = self._param_dict
-        self.sequence_parallel_size: int | None = read_top_level(source, "sequence_parallel_size")
-        self.data_parallel_size: int | None = read_top_level(source, "data_parallel_size")
+        self.sequence_parallel_size: int | None = read_top_level(source, SEQUENCE_PARALLEL_SIZE)
+        self.data_parallel_size: int | None = read_top_level(source, DATA_PARALLEL_SIZE)
         self._batch_sizes = resolve_batch_sizes(
             self._batch_size(const.TRAIN_BATCH_SIZE),
             self._batch_size(const.TRAIN_MICRO_BATCH_SIZE_PER_GPU),
@@ -587,9 +500,9 @@ class DeepSpeedConfig:
         self.torch_autocast_enabled = get_torch_autocast_enabled(source)
         self.torch_autocast_dtype = get_torch_autocast_dtype(source)
         self.torch_autocast_lower_precision_safe_modules = get_lower_precision_safe_modules(source)
-        self.grad_accum_dtype = _get_data_type(source, const.GRAD_ACCUM_DTYPE, const.GRAD_ACCUM_DTYPE_DEFAULT)
-        self.param_dtype = _get_data_type(source, const.PARAM_DTYPE, const.PARAM_DTYPE_DEFAULT)
-        self.buffer_dtype = _get_data_type(source, const.BUFFER_DTYPE, const.BUFFER_DTYPE_DEFAULT)
+        self.grad_accum_dtype: torch.dtype | None = read_key(source, const.DATA_TYPES, const.GRAD_ACCUM_DTYPE)
+        self.param_dtype: torch.dtype | None = read_key(source, const.DATA_TYPES, const.PARAM_DTYPE)
+        self.buffer_dtype: torch.dtype | None = read_key(source, const.DATA_TYPES, const.BUFFER_DTYPE)
         self.keep_in_fp32_modules = get_keep_in_fp32_modules(source)
 
     def _read_gradient_options(self) -> None:
@@ -625,15 +538,11 @@ class DeepSpeedConfig:
         mode = self.checkpoint_config[const.CHECKPOINT_TAG_VALIDATION]
         self.checkpoint_tag_validation_enabled: bool = mode != const.ValidationMode.IGNORE
         self.checkpoint_tag_validation_fail: bool = mode == const.ValidationMode.FAIL
-        self.load_universal_checkpoint: bool = read_value(
-            section, const.LOAD_UNIVERSAL_CHECKPOINT, const.LOAD_UNIVERSAL_CHECKPOINT_DEFAULT, "bool", const.CHECKPOINT
+        self.load_universal_checkpoint: bool = read_key(
+            self._param_dict, const.CHECKPOINT, const.LOAD_UNIVERSAL_CHECKPOINT
         )
-        self.use_node_local_storage: bool = read_value(
-            section,
-            const.USE_NODE_LOCAL_STORAGE_CHECKPOINT,
-            const.USE_NODE_LOCAL_STORAGE_CHECKPOINT_DEFAULT,
-            "bool",
-            const.CHECKPOINT,
+        self.use_node_local_storage: bool = read_key(
+            self._param_dict, const.CHECKPOINT, const.USE_NODE_LOCAL_STORAGE_CHECKPOINT
         )
         self.checkpoint_parallel_write_pipeline = get_checkpoint_parallel_write_pipeline(section)
         self.aio_config = get_aio_config(self._param_dict)
@@ -662,7 +571,7 @@ class DeepSpeedConfig:
         self.expert_parallel_config = get_expert_parallel_config(source)
         self.use_data_before_expert_parallel_ = get_expert_data_topo_config(source)
         self.compile_config = read_section(source, "compile")
-        self.data_efficiency_config = read_section(source, "data_efficiency")
+        self.data_efficiency_config = get_data_efficiency_config(source)
 
     def _warn_about_slow_choices(self) -> None:
         size = self.vocabulary_size

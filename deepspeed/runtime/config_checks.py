@@ -12,6 +12,7 @@ from deepspeed.runtime.config_utils import (
     AUTO,
     DeepSpeedConfigError,
     closest_key,
+    distributed_is_initialized,
     read_section,
     warn_once_on_rank_0,
 )
@@ -21,19 +22,20 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-REMOVED_TOP_LEVEL_KEYS = (
-    "nebula",
-    "compression_training",
-    "amp",
-    "quantize_training",
-    "sparse_gradients",
-    "eigenvalue",
-    "sparse_attention",
-    "elasticity",
-    "graph_harvesting",
-    "curriculum_learning",
-    "progressive_layer_drop",
-)
+# Removed key and what to write instead, empty where there is nothing.
+REMOVED_TOP_LEVEL_KEYS: dict[str, str] = {
+    "nebula": "",
+    "compression_training": "",
+    "amp": "use 'bf16', 'fp16' or 'torch_autocast'",
+    "quantize_training": "",
+    "sparse_gradients": "",
+    "eigenvalue": "",
+    "sparse_attention": "",
+    "elasticity": "",
+    "graph_harvesting": "",
+    "curriculum_learning": "truncate or pad the sequences in the collate function of the data loader",
+    "progressive_layer_drop": "",
+}
 
 
 def check_top_level_keys(param_dict: Mapping[str, Any], known: Iterable[str]) -> None:
@@ -46,11 +48,14 @@ def check_top_level_keys(param_dict: Mapping[str, Any], known: Iterable[str]) ->
     """
     removed = [key for key in REMOVED_TOP_LEVEL_KEYS if key in param_dict]
     if removed:
+        advice = "; ".join(f"{key}: {REMOVED_TOP_LEVEL_KEYS[key]}" for key in removed if REMOVED_TOP_LEVEL_KEYS[key])
         raise DeepSpeedConfigError(
             f"Removed config keys: {removed}. These features do not exist any more, take them out"
+            + (f" ({advice})" if advice else "")
         )
     known = list(known)
-    unknown = [str(key) for key in param_dict if key not in known]
+    # "$schema" and the like speak to editors.
+    unknown = [str(key) for key in param_dict if key not in known and not str(key).startswith("$")]
     for key in unknown:
         suggestion = closest_key(key, known)
         if suggestion is not None:
@@ -75,6 +80,7 @@ def check_exclusions(config: DeepSpeedConfig) -> None:
     _check_grad_norm(config)
     _check_accumulation(config)
     _check_optimizer(config)
+    _check_data_parallel_size(config)
 
 
 def deepcompile_enabled(config: DeepSpeedConfig) -> bool:
@@ -183,6 +189,15 @@ def _check_optimizer(config: DeepSpeedConfig) -> None:
         raise ValueError("Optimizer 'muon' at stage 3 needs 'zero_optimization.reduce_scatter': false")
 
 
+def _check_data_parallel_size(config: DeepSpeedConfig) -> None:
+    size, world = config.data_parallel_size, config._batch_sizes.world
+    # Before the process group exists nobody knows how many ranks there will be.
+    if size is not None and distributed_is_initialized() and size != world.value:
+        raise AssertionError(
+            f"'data_parallel_size' is {size} but the data-parallel world size is {world.value} ({world.source})"
+        )
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Features that do not exist yet
 # --------------------------------------------------------------------------------------------------------------------
@@ -266,6 +281,22 @@ _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
         "tensor_parallel.autotp_size",
         "automatic tensor parallelism",
         lambda c: c.tensor_parallel_config.autotp_size > 0,
+    ),
+    ("tensor_parallel.tp", "tensor parallelism", lambda c: c.tensor_parallel_config.tensor_parallel.tp_size > 1),
+    (
+        "use_data_before_expert_parallelism",
+        "expert parallelism",
+        lambda c: c.use_data_before_expert_parallel_,
+    ),
+    (
+        "fp16.fp16_master_weights_and_grads",
+        "fp16 master weights",
+        lambda c: c.float16_config.fp16_master_weights_and_grads,
+    ),
+    (
+        "bf16.bf16_master_weights_and_grads",
+        "bf16 master weights",
+        lambda c: c.bfloat16_config.bf16_master_weights_and_grads,
     ),
     ("flops_profiler.enabled", "flops profiler", _section_enabled("flops_profiler")),
     ("tensorboard.enabled", "TensorBoard monitor", _section_enabled("tensorboard")),

@@ -360,6 +360,42 @@ def read_section(param_dict: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
+@dataclass(frozen=True)
+class KeySpec:
+    """Type, default and limits of one hand-parsed key.
+
+    Attributes:
+        kind: as in :func:`read_value`, or ``dtype``: the name of a torch dtype, one of ``choices``.
+        default: value when the key is absent or ``"auto"``; a dtype by its name.
+        minimum: smallest value, inclusive.
+        above: largest value that is too small.
+        choices: allowed strings, in any case.
+        nullable: accept ``null`` although the default is something else.
+    """
+
+    kind: str
+    default: Any = None
+    minimum: float | None = None
+    above: float | None = None
+    choices: tuple[str, ...] | None = None
+    nullable: bool = False
+
+    def read(self, section: Mapping[str, Any], key: str, where: str = "") -> Any:
+        """The checked value of ``section[key]``, a ``torch.dtype`` for dtypes.
+
+        Raises:
+            DeepSpeedConfigTypeError, DeepSpeedConfigValueError: as :func:`read_value`.
+        """
+        if self.nullable and key in section and section[key] is None:
+            return None
+        limits = {"minimum": self.minimum, "above": self.above, "choices": self.choices}
+        given = {name: limit for name, limit in limits.items() if limit is not None}
+        if self.kind == "dtype":
+            return dtype_from_name(read_value(section, key, self.default, "str", where, **given))
+        default = dict(self.default) if isinstance(self.default, dict) else self.default
+        return read_value(section, key, default, self.kind, where, **given)
+
+
 def _as_bool(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from deepspeed.runtime import config as config_module
 from deepspeed.runtime.config import KNOWN_TOP_LEVEL_KEYS, DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
+from deepspeed.runtime.config_sections import AUTOCAST_DTYPE_NAMES
 from deepspeed.runtime.config_utils import closest_key, edit_distance
 from deepspeed.runtime.model_checkpointing.config import get_checkpoint_config
 from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
@@ -525,7 +525,7 @@ def test_data_types():
         parse(data_types={"grad_accum_dtype": "fp8"})
 
 
-@pytest.mark.parametrize("name", config_module.AUTOCAST_DTYPE_NAMES)
+@pytest.mark.parametrize("name", AUTOCAST_DTYPE_NAMES)
 def test_torch_autocast_dtypes(name):
     dtype = parse(torch_autocast={"enabled": True, "dtype": name}).torch_autocast_dtype
     assert dtype == DtypeEnum(name).value
