@@ -24,7 +24,12 @@ from deepspeed.profiling.constants import FLOPS_PROFILER
 from deepspeed.runtime import constants as const
 from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT, DeepSpeedActivationCheckpointingConfig
 from deepspeed.runtime.batch_config import data_parallel_world_size, resolve_batch_sizes
-from deepspeed.runtime.config_checks import check_exclusions, check_top_level_keys, unsupported_features
+from deepspeed.runtime.config_checks import (
+    check_exclusions,
+    check_top_level_keys,
+    log_keys_without_effect,
+    unsupported_features,
+)
 from deepspeed.runtime.config_sections import (
     DATA_EFFICIENCY,
     DATA_PARALLEL_SIZE,
@@ -452,8 +457,11 @@ class DeepSpeedConfig:
         AssertionError: batch sizes that do not agree, keys that exclude each other.
     """
 
-    def __init__(self, config: str | dict[str, Any], mpu: Any = None, mesh_device: Any = None) -> None:
+    def __init__(
+        self, config: str | os.PathLike[str] | dict[str, Any], mpu: Any = None, mesh_device: Any = None
+    ) -> None:
         self._param_dict = load_config(config)
+        self.source = "dict" if isinstance(config, dict) else "file" if os.path.isfile(config) else "base64"
         self.mpu = mpu
         self.mesh_device = mesh_device
         self.global_rank = global_rank()
@@ -467,6 +475,7 @@ class DeepSpeedConfig:
         self._read_parallelism()
         check_exclusions(self)
         self._warn_about_slow_choices()
+        log_keys_without_effect(self)
 
     def _read_batch_sizes(self) -> None:
         source = self._param_dict
@@ -589,7 +598,7 @@ class DeepSpeedConfig:
             print(f"user config = {text}")
 
     def print(self, name: str) -> None:
-        """Print ``name``, then each effective value with its origin (user, default, derived), then the user config."""
+        """Print ``name``, each effective value with its origin (``config_report.describe``), then the user config."""
         if self.global_rank == 0:
             from deepspeed.runtime.config_report import describe  # which reads this module
 

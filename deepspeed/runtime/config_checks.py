@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepspeed.runtime.config_descriptions import NO_EFFECT, OPTION_OF, STAGE_3
 from deepspeed.runtime.config_utils import (
     AUTO,
     DeepSpeedConfigError,
@@ -18,6 +20,7 @@ from deepspeed.runtime.config_utils import (
 )
 from deepspeed.runtime.constants import GRADIENT_ALLREDUCE_OP_SUM, MAX_GRAD_NORM
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.utils.logging import log_dist_once
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -220,18 +223,6 @@ def _section_not_empty(name: str) -> Callable[[DeepSpeedConfig], bool]:
     return active
 
 
-def _asks_for_activation_checkpointing(config: DeepSpeedConfig) -> bool:
-    section = config.activation_checkpointing_config
-    return bool(
-        section.partition_activations
-        or section.cpu_checkpointing
-        or section.contiguous_memory_optimization
-        or section.number_checkpoints
-        or section.synchronize_checkpoint_boundary
-        or section.profile
-    )
-
-
 # Config key, what it would need, when it is switched on. Remove a line when the feature exists.
 _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
     ("zero_optimization.stage=3", "parameter partitioning", lambda c: c.zero_optimization_stage == 3),
@@ -265,11 +256,6 @@ _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
     ("torch_autocast.enabled", "autocast by the engine", lambda c: c.torch_autocast_enabled),
     ("sequence_parallel_size", "sequence parallelism", lambda c: (c.sequence_parallel_size or 1) > 1),
     ("data_types.keep_in_fp32_modules", "keeping modules in fp32", lambda c: isinstance(c.keep_in_fp32_modules, list)),
-    (
-        "activation_checkpointing",
-        "activation checkpointing of this package (torch.utils.checkpoint works)",
-        _asks_for_activation_checkpointing,
-    ),
     ("pipeline", "pipeline parallelism", _section_not_empty("pipeline")),
     ("hybrid_engine.enabled", "hybrid engine", _section_enabled("hybrid_engine")),
     ("compile.deepcompile", "DeepCompile", deepcompile_enabled),
@@ -299,10 +285,6 @@ _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
         lambda c: c.bfloat16_config.bf16_master_weights_and_grads,
     ),
     ("flops_profiler.enabled", "flops profiler", _section_enabled("flops_profiler")),
-    ("tensorboard.enabled", "TensorBoard monitor", _section_enabled("tensorboard")),
-    ("wandb.enabled", "Weights & Biases monitor", _section_enabled("wandb")),
-    ("csv_monitor.enabled", "CSV monitor", _section_enabled("csv_monitor")),
-    ("comet.enabled", "Comet monitor", _section_enabled("comet")),
     ("datastates_ckpt", "DataStates checkpoint engine", _section_not_empty("datastates_ckpt")),
     ("checkpoint.writer", "checkpoint file writers", lambda c: c.checkpoint_config["writer"] is not None),
 ]
@@ -311,3 +293,32 @@ _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
 def unsupported_features(config: DeepSpeedConfig) -> list[str]:
     """Features that the config switches on and that this package does not have, as ``"key: what is missing"``."""
     return [f"{key}: {what} is not implemented" for key, what, active in _UNSUPPORTED if active(config)]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Keys that change nothing
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def keys_without_effect(config: DeepSpeedConfig) -> list[str]:
+    """Keys that the config gives and that change nothing in this run, as ``"key (reason)"``."""
+    reasons = dict(NO_EFFECT)
+    if config.zero_optimization_stage != 3:
+        reasons |= {path: "stage 3 only" for path, feature in OPTION_OF.items() if feature == STAGE_3}
+    return [f"{path} ({reason})" for path, reason in reasons.items() if _is_given(config._param_dict, path)]
+
+
+def _is_given(param_dict: Mapping[str, Any], path: str) -> bool:
+    node: Any = param_dict
+    for name in path.split("."):
+        if not isinstance(node, Mapping) or (name not in node and name.removeprefix("stage3_") not in node):
+            return False
+        node = node[name] if name in node else node[name.removeprefix("stage3_")]
+    return not (isinstance(node, str) and node == AUTO)
+
+
+def log_keys_without_effect(config: DeepSpeedConfig) -> None:
+    """One debug line on rank 0 that names them."""
+    idle = keys_without_effect(config)
+    if idle:
+        log_dist_once(f"Config keys without effect: {', '.join(idle)}", ranks=[0], level=logging.DEBUG)

@@ -10,24 +10,22 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.profiling import engine_phases as phases
+from deepspeed.profiling.engine_phases import EngineTimers
 from deepspeed.runtime import optimizer_factory
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_checks import unsupported_features
 from deepspeed.runtime.engine_config import EngineConfigAccessors
-from deepspeed.runtime.engine_surface import MICRO_STEP_TIMERS, EngineSurface
+from deepspeed.runtime.engine_monitor import StepEvents
+from deepspeed.runtime.engine_surface import EngineSurface, throughput_timer
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.model_placement import broadcast_from_first_rank, cast_floating_inputs, cast_model
 from deepspeed.runtime.python_gc import python_gc_manager
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, set_log_level_from_string
-from deepspeed.utils.timer import (
-    BACKWARD_MICRO_TIMER,
-    FORWARD_MICRO_TIMER,
-    STEP_MICRO_TIMER,
-    NoopTimer,
-    SynchronizedWallClockTimer,
-)
 
 
 class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
@@ -81,10 +79,13 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
             set_log_level_from_string(self._config.log_level)
         if self._config.comms_config.comms_logger_enabled:
             dist.configure(deepspeed_config=self._config)
+        self.monitor = MonitorMaster(self._config.monitor_config)
         self._gc_hold = python_gc_manager.acquire() if self._config.disable_python_gc else None
         self.mpu = mpu
         self.collate_fn = collate_fn
         groups.mpu = mpu
+        if self._config.activation_checkpointing_config.asks_for_anything():
+            checkpointing.configure(mpu, deepspeed_config=self._config)
         self.data_parallel_group = groups._get_data_parallel_group()
         self.global_rank = dist.get_rank()
         self.local_rank = _local_rank(args)
@@ -97,8 +98,11 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
         self.global_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0
-        self.timers = SynchronizedWallClockTimer() if self._config.wall_clock_breakdown else NoopTimer()
+        self.phases = phases.EnginePhases(self._config, self.global_rank)
+        self.timers = self.phases.timers
+        self.tput_timer = throughput_timer(self._config)
         self._step_applied = False
+        self._step_events = StepEvents(self.monitor, self.device, self.data_parallel_group)
         self._global_grad_norm: Any = None
         self._stepper: ZeROOptimizer | None = None
 
@@ -144,9 +148,13 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
         """Run the wrapped model."""
         if self._stepper is not None:
             self._stepper.backward_state.close_unannounced()
+        if self.training:
+            self._step_events.saw_inputs(args, kwargs)
         if self._config.float16_config.enabled and self._config.float16_config.auto_cast:
             args, kwargs = cast_floating_inputs((args, kwargs), torch.float16)
-        with self._timed(FORWARD_MICRO_TIMER):
+        if self.training and not self.tput_timer.started:  # else the data loader has started it
+            self.tput_timer.start()
+        with self.phases.phase(phases.FORWARD, self):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -167,15 +175,18 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
         _require_loss(loss, "backward")
         state = stepper.backward_state
         scale = stepper.loss_scale if stepper.needs_scaler() else 1.0
-        with self._timed(BACKWARD_MICRO_TIMER):
+        with self.phases.phase(phases.BACKWARD, self):
             state.enter_backward(loss_scale=scale, scale_wrt_gas=scale_wrt_gas)
             try:
-                stepper.scale_if_loss(loss).backward(retain_graph=retain_graph)
+                with self.phases.phase(phases.AUTOGRAD, self):
+                    stepper.scale_if_loss(loss).backward(retain_graph=retain_graph)
             except BaseException as error:
                 state.abort_backward(f"{type(error).__name__} in engine.backward")
                 raise
-            state.exit_backward()
+            with self.phases.phase(phases.SWEEP, self):
+                state.exit_backward()
         loss = loss.detach()
+        self._step_events.saw_loss(loss, 1.0 / self.schedule.steps if scale_wrt_gas else 1.0)
         return loss / self.schedule.steps if scale_wrt_gas else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -188,8 +199,14 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
         _require_loss(loss, "scale")
         scale = stepper.loss_scale if stepper.needs_scaler() else 1.0
         scaled = loss.float() * scale if scale != 1.0 else loss * 1.0
-        state = stepper.backward_state
-        scaled.register_hook(lambda _: state.enter_scaled_backward(scale))
+        state, events = stepper.backward_state, self._step_events
+        value, share = loss.detach(), 1.0 / self.schedule.steps
+
+        def begin_backward(_: torch.Tensor) -> None:
+            state.enter_scaled_backward(scale)
+            events.saw_loss(value, share)
+
+        scaled.register_hook(begin_backward)
         return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -204,12 +221,14 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
             raise AssertionError(
                 f"engine.step() inside {self.schedule.deferred_by}: the gradients are not reduced there"
             )
-        with self._timed(STEP_MICRO_TIMER), self.schedule.stepping():
+        with self.phases.phase(phases.STEP, self), self.schedule.stepping():
             self._step_applied = False
             stepper.backward_state.close_unannounced()
-            if self.schedule.is_boundary():
+            is_boundary = self.schedule.is_boundary()
+            if is_boundary:
                 self._take_step(stepper, lr_kwargs or {})
             self.schedule.micro_steps += 1
+        self.tput_timer.stop(global_step=is_boundary)
 
     def _take_step(self, stepper: ZeROOptimizer, lr_kwargs: dict[str, Any]) -> None:
         backwards = stepper.reducer.ledger.backwards
@@ -225,7 +244,10 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
         self.global_steps += 1
         managed = self.schedule.managed
         per_backward = self.train_micro_batch_size_per_gpu() * self.dp_world_size
-        self.global_samples += self.train_batch_size() if managed else per_backward * backwards
+        samples = self.train_batch_size() if managed else per_backward * backwards
+        self.global_samples += samples
+        self.tput_timer.batch_size = samples
+        self._step_events.write(self, samples, backwards)
         self._report_progress()
 
     def _forget_unmanaged_gradients(self) -> None:
@@ -234,19 +256,8 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
             if parameter.grad is not None:
                 parameter.grad = None
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        timer = self.timers(name)
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.stop()
-
     def _report_progress(self) -> None:
         every = self.steps_per_print()
-        if self.wall_clock_breakdown() and self.global_steps % (every or 1) == 0:
-            self.timers.log(MICRO_STEP_TIMERS, memory_breakdown=self.memory_breakdown(), ranks=[0])
         if every and self.global_steps % every == 0:
             log_dist(
                 f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}", [0]
@@ -261,6 +272,7 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
         """Drop all gradients of the present window and start a new one."""
         if self._stepper is not None:
             self._stepper.zero_grad()
+        self._step_events.start_window()
         self._forget_unmanaged_gradients()
 
     def _require_stepper(self, what: str) -> ZeROOptimizer:
@@ -391,6 +403,8 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
         if self._stepper is not None:
             self._stepper.destroy()
             self._stepper = None
+        self.monitor.close()
+        self.phases.close()
         python_gc_manager.release(self._gc_hold)
 
     def __del__(self) -> None:
@@ -426,4 +440,4 @@ def _device_index(args: Any, local_rank: int) -> int:
     return local_rank if device_rank is None else int(device_rank)
 
 
-__all__ = ["DeepSpeedEngine", "DeepSpeedOptimizer"]
+__all__ = ["DeepSpeedEngine", "DeepSpeedOptimizer", "EngineTimers"]

@@ -2,6 +2,7 @@
 """What outside code reads from an engine, and the wrapped model's own surface; the training loop is in ``engine``."""
 
 import gc
+import math
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,13 +10,28 @@ from typing import Any
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.runtime import constants as const
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.utils import groups
-from deepspeed.utils.timer import BACKWARD_MICRO_TIMER, FORWARD_MICRO_TIMER, STEP_MICRO_TIMER
+from deepspeed.utils.logging import log_dist
+from deepspeed.utils.timer import BACKWARD_MICRO_TIMER, FORWARD_MICRO_TIMER, STEP_MICRO_TIMER, ThroughputTimer
 
+ROUTES = (const.ROUTE_TRAIN, const.ROUTE_EVAL, const.ROUTE_PREDICT, const.ROUTE_ENCODE)
 MICRO_STEP_TIMERS = (FORWARD_MICRO_TIMER, BACKWARD_MICRO_TIMER, STEP_MICRO_TIMER)
+
+
+def throughput_timer(config: DeepSpeedConfig) -> ThroughputTimer:
+    """The timer of ``timers.throughput``. Where ``steps_per_print`` never reports, it does not measure either, since
+    a measurement waits for the device."""
+    every = config.steps_per_print
+    section = config.timers_config
+    if not every or math.isinf(every):
+        section = section.model_copy(update={"enabled": False})
+    return ThroughputTimer(
+        section, config.train_batch_size, steps_per_output=every, logging_fn=lambda text: log_dist(text, [0])
+    )
 
 
 class EngineSurface:
@@ -33,6 +49,7 @@ class EngineSurface:
     local_rank: int
     collate_fn: Callable[[list[Any]], Any] | None
     timers: Any
+    tput_timer: ThroughputTimer
 
     # ------------------------------------------------------------------ facts about the last step
 
@@ -106,6 +123,10 @@ class EngineSurface:
         """Mean milliseconds per micro-step of forward, backward and step since the last report, with
         ``wall_clock_breakdown``."""
         return self.timers.get_mean(MICRO_STEP_TIMERS, reset=False)
+
+    def print_config(self) -> None:
+        """Print each effective value of the config and where it comes from, on rank 0."""
+        self._config.print("DeepSpeedEngine configuration")
 
     def collect_python_gc(self) -> None:
         """Run Python's cyclic garbage collector now."""
@@ -191,9 +212,23 @@ class EngineSurface:
     ) -> DeepSpeedDataLoader:
         """A loader that gives each data-parallel rank its own part of ``dataset``.
 
+        Args:
+            dataset: map-style or iterable data set.
+            batch_size: samples per batch on this rank; default the micro-batch size of the config.
+            route: what the batches are for: ``train``, ``eval``, ``predict`` or ``encode``. Loading time counts for
+                the throughput of training in ``train`` only.
+            pin_memory: copy batches into page-locked memory, where there is a CUDA device.
+            data_sampler: default one that shuffles and gives each data-parallel rank its share.
+            collate_fn: default that of ``deepspeed.initialize``, else torch's.
+            num_local_io_workers: worker processes; default 2, none for an iterable data set.
+
+        Whether an incomplete last batch is dropped says ``dataloader_drop_last`` in the config.
+
         Raises:
-            ValueError: ``dataset`` is not a torch data set.
+            ValueError: ``dataset`` is not a torch data set, or ``route`` is none of the four.
         """
+        if route not in ROUTES:
+            raise ValueError(f"route must be one of {ROUTES}, got {route!r}")
         if not isinstance(dataset, torch.utils.data.Dataset) and not self.is_map_style_dataset(dataset):
             raise ValueError(f"training_data must be a torch data set, not {type(dataset).__name__}")
         return DeepSpeedDataLoader(
@@ -201,7 +236,7 @@ class EngineSurface:
             batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
             pin_memory=pin_memory,
             local_rank=self.local_rank,
-            tput_timer=None,
+            tput_timer=self.tput_timer if route == const.ROUTE_TRAIN else None,
             collate_fn=collate_fn or self.collate_fn,
             num_local_io_workers=num_local_io_workers,
             data_sampler=data_sampler,

@@ -3,11 +3,16 @@
 
 import base64
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigWriter, load_config
 from deepspeed.runtime.config_report import describe, main
+from deepspeed.runtime.config_schema import FREE_SECTIONS, all_keys
 from deepspeed.runtime.config_utils import ScientificNotationEncoder, pp_int
 
 SMALL = {"train_batch_size": 4, "zero_optimization": {"stage": 2}}
@@ -95,32 +100,49 @@ def test_effective_values_are_printed_with_their_origin():
                 {
                     "train_micro_batch_size_per_gpu": 2,
                     "gradient_clipping": "auto",
+                    "bfloat16": {"enabled": True, "check_grad_overflow": "auto"},
+                    "fp16": {"hysteresis": 2},
                     "communication_data_type": "bf16",
                     "flops_profiler": {"enabled": True},
                     "zero_optimization": {
                         "stage": 3,
                         "stage3_max_live_parameters": 7,
+                        "max_reuse_distance": 8,
                         "offload_param": {"device": "none"},
+                        "cpu_offload": True,
                     },
                 }
             )
         )
     )
     expected = {
-        "train_micro_batch_size_per_gpu": "2  (user)",
-        "gradient_clipping": "1.0  (default)",
-        "communication_data_type": "torch.bfloat16  (user)",
+        "train_micro_batch_size_per_gpu": "2  (dict)",
+        "gradient_clipping": "1.0  (auto)",
+        "prescale_gradients": "false  (default)",
+        "bf16.enabled": "true  (dict, by its old name)",
+        "fp16.hysteresis": "2  (dict)",
+        "communication_data_type": "torch.bfloat16  (dict)",
         "wall_clock_breakdown": "true  (derived: flops_profiler.enabled)",
         "zero_optimization.overlap_comm": "true  (derived)",
-        "zero_optimization.stage3_max_live_parameters": "7  (user)",
-        "zero_optimization.stage3_max_reuse_distance": "1000000000  (default)",
-        "zero_optimization.offload_param.device": '"none"  (user)',
+        "zero_optimization.stage3_max_live_parameters": "7  (dict)",
+        "zero_optimization.stage3_max_reuse_distance": "8  (dict)",
+        "zero_optimization.stage3_prefetch_bucket_size": "50000000  (default)",
+        "zero_optimization.offload_optimizer.device": '"cpu"  (dict, by its old name)',
+        "zero_optimization.offload_param.device": '"none"  (dict)',
         "zero_optimization.offload_param.pin_memory": "true  (default)",
-        "flops_profiler.enabled": "true  (user)",
+        "flops_profiler.enabled": "true  (dict)",
     }
     assert {key: lines[key] for key in expected} == expected
     assert lines["train_batch_size"].startswith("2  (derived: computed as")
-    assert lines["gradient_accumulation_steps"].startswith("1  (derived: default")
+    assert lines["gradient_accumulation_steps"] == "1  (default)"
+
+
+def test_every_key_is_printed():
+    """Those inside of a section that is null have no value."""
+    given = {**SMALL, "checkpoint": {"writer": {}}, "zero_optimization": {"offload_param": {}, "offload_optimizer": {}}}
+    printed = {line.split(" = ")[0] for line in describe(DeepSpeedConfig(given))}
+    free = {*FREE_SECTIONS, "allgather_size", "datastates_ckpt"}
+    assert {key.path for key in all_keys() if key.kind != "section"} - free - printed == set()
 
 
 def test_a_value_changed_later_is_printed_as_it_is():
@@ -133,7 +155,7 @@ def test_print_shows_the_effective_and_the_user_config(capsys):
     DeepSpeedConfig(SMALL).print("my config")
     out = capsys.readouterr().out
     assert out.startswith("my config:\n")
-    assert "zero_optimization.stage = 2  (user)" in out
+    assert "zero_optimization.stage = 2  (dict)" in out
     assert "user config = {" in out
 
 
@@ -157,9 +179,26 @@ def test_command_line(tmp_path, capsys):
     path.write_text('{"train_batch_size": 4, "zero_optimization": {"stage": 1, "zero_quantized_gradients": true}}')
     assert main([str(path)]) == 0
     out = capsys.readouterr().out
-    assert "train_batch_size = 4  (user)" in out
+    assert "train_batch_size = 4  (file)" in out
     assert "NOT SUPPORTED zero_optimization.zero_quantized_gradients" in out
-    assert main([]) == 2
+    assert main([base64.urlsafe_b64encode(b'{"train_batch_size": 4}').decode()]) == 0
+    assert "train_batch_size = 4  (base64)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["--docs", "--schema"], ["ds_config.json", "--docs"]])
+def test_command_line_with_nothing_or_too_much_to_do(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2 and "usage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["deepspeed.runtime.config", "deepspeed.runtime.config_report"])
+def test_both_modules_run_as_commands(module, tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(SMALL))
+    root = Path(deepspeed.__file__).resolve().parents[1]
+    done = subprocess.run([sys.executable, "-m", module, str(path)], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0 and "zero_optimization.stage = 2  (file)\n" in done.stdout
 
 
 @pytest.mark.parametrize(
