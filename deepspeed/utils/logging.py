@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package logger and functions that log on chosen ranks only."""
+"""The package logger and functions that log on chosen ranks only.
+
+Each line says when, how bad, where in the code, and on which rank. The level is WARNING; the environment variable
+``DS_LOG_LEVEL``, the config's ``log_level`` (once ``deepspeed.initialize`` has read it) and
+:func:`set_log_level_from_string` change it, each later one over the earlier.
+"""
 
 import functools
 import json
@@ -20,7 +25,9 @@ log_levels = {
     "critical": logging.CRITICAL,
 }
 
+LOG_LEVEL_VARIABLE = "DS_LOG_LEVEL"
 _ALL_RANKS = -1
+_RANK_MARK = "[Rank "
 
 
 class _StderrHandler(logging.StreamHandler):
@@ -32,6 +39,16 @@ class _StderrHandler(logging.StreamHandler):
     @property
     def stream(self) -> TextIO:
         return sys.stderr
+
+
+class _RankFormatter(logging.Formatter):
+    """Puts the rank in front of each message, once; nothing in a process that is no rank."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        rank = _known_rank()
+        if rank is not None and not record.message.startswith(_RANK_MARK):
+            record.message = _with_rank(rank, record.message)
+        return super().formatMessage(record)
 
 
 class LoggerFactory:
@@ -54,7 +71,7 @@ class LoggerFactory:
         if not any(isinstance(handler, _StderrHandler) for handler in new_logger.handlers):
             handler = _StderrHandler()
             handler.setFormatter(
-                logging.Formatter("[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s")
+                _RankFormatter("[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s")
             )
             new_logger.addHandler(handler)
         if os.environ.get("DISABLE_LOGS_WHILE_COMPILING", "0").lower() in ("1", "true"):
@@ -81,18 +98,24 @@ def _silence_while_compiling(target: logging.Logger) -> None:
             setattr(target, name, skip_when_compiling(getattr(target, name)))
 
 
-logger = LoggerFactory.create_logger(name="DeepSpeed", level=logging.WARNING)
-
-
-def _rank() -> int:
-    """Global rank: of the process group, else of the launcher's environment, else 0."""
+def _known_rank() -> int | None:
+    """Global rank: of the process group, else of the launcher's environment, else None."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     for variable in ("RANK", "OMPI_COMM_WORLD_RANK"):
         text = os.environ.get(variable, "")
         if text.isdigit():
             return int(text)
-    return 0
+    return None
+
+
+def _rank() -> int:
+    """Global rank, 0 where there is none."""
+    return _known_rank() or 0
+
+
+def _with_rank(rank: int, message: str) -> str:
+    return f"{_RANK_MARK}{rank}] {message}"
 
 
 def _speaks(ranks: Iterable[int] | None) -> bool:
@@ -129,7 +152,7 @@ def get_dist_msg(message: str, ranks: Iterable[int] | None = None) -> str | None
         message: the text.
         ranks: ranks that speak; None means rank 0, a list holding -1 means every rank.
     """
-    return f"[Rank {_rank()}] {message}" if _speaks(ranks) else None
+    return _with_rank(_rank(), message) if _speaks(ranks) else None
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
@@ -207,3 +230,16 @@ def should_log_le(max_log_level_str: str) -> bool:
         ValueError: unknown name.
     """
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
+
+
+def _level_from_environment() -> int:
+    """Level that ``DS_LOG_LEVEL`` names; WARNING where it is not set."""
+    text = os.environ.get(LOG_LEVEL_VARIABLE, "")
+    if not text:
+        return logging.WARNING
+    if text.lower() not in log_levels:
+        raise ValueError(f"environment variable {LOG_LEVEL_VARIABLE}={text!r}: use one of {', '.join(log_levels)}")
+    return get_log_level_from_string(text)
+
+
+logger = LoggerFactory.create_logger(name="DeepSpeed", level=_level_from_environment())

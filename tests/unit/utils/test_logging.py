@@ -113,6 +113,58 @@ def test_silence_while_compiling(excluded, expected):
     assert [line.split("] ")[-1] for line in done.stderr.splitlines()] == expected
 
 
+def said_by_a_process(script, **variables):
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "DS_LOG_LEVEL")}
+    script = f"from deepspeed.utils.logging import *\n{script}"
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env={**env, **variables}, check=False
+    )
+
+
+def test_the_rank_stands_in_every_line_once(monkeypatch, capsys, restored_level):
+    logger.setLevel(logging.INFO)
+    monkeypatch.setenv("RANK", "3")
+    logger.warning("%d of a kind", 2)
+    log_dist("chosen", ranks=[3])
+    ds_logging.warning_once("rank 3 warns once")
+    assert [line.split("] ", 3)[-1] for line in lines(capsys)] == [
+        "[Rank 3] 2 of a kind",
+        "[Rank 3] chosen",
+        "[Rank 3] rank 3 warns once",
+    ]
+
+
+def test_a_process_that_is_no_rank_names_none(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    logger.warning("launching")
+    (line,) = lines(capsys)
+    assert line.endswith("] launching") and "Rank" not in line
+
+
+@pytest.mark.parametrize(
+    "variable, called, said",
+    [
+        ("", "", ["warning"]),
+        ("INFO", "", ["info", "warning"]),
+        ("error", "", []),
+        ("error", "info", ["info", "warning"]),  # the config's log_level sets it so
+    ],
+)
+def test_level_from_the_environment(variable, called, said):
+    script = "logger.info('info'); logger.warning('warning')"
+    if called:
+        script = f"set_log_level_from_string({called!r}); {script}"
+    done = said_by_a_process(script, DS_LOG_LEVEL=variable)
+    assert done.returncode == 0 and done.stdout == ""
+    assert [line.rsplit("] ", 1)[-1] for line in done.stderr.splitlines()] == said
+
+
+def test_a_bad_level_in_the_environment_is_named():
+    done = said_by_a_process("", DS_LOG_LEVEL="loud")
+    assert done.returncode != 0
+    assert "ValueError: environment variable DS_LOG_LEVEL='loud': use one of debug, info" in done.stderr
+
+
 class TestRanks(DistributedTest):
     world_size = 2
 
