@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import math
@@ -121,6 +122,33 @@ def check_section_keys(section: Mapping[str, Any], known: Iterable[str], where: 
             raise DeepSpeedConfigError(
                 f"Unknown key {key!r} in the config section {where!r}: did you mean {suggestion!r}?"
             )
+
+
+def without_auto(params: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without the entries whose value is still ``"auto"``: they take their default."""
+    return {key: value for key, value in params.items() if not (isinstance(value, str) and value == AUTO)}
+
+
+def constructor_arguments(cls: type, params: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The config section ``where`` as keyword arguments of ``cls``, whose first argument comes from elsewhere.
+
+    Raises:
+        DeepSpeedConfigTypeError: an argument that ``cls`` does not take, or one that it needs is missing.
+    """
+    kept = without_auto(params)
+    _, *arguments = inspect.signature(cls).parameters.values()
+    if any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments):
+        return kept
+    names = [argument.name for argument in arguments]
+    for key in kept:
+        if key not in names:
+            near = closest_key(key, names)
+            advice = f"did you mean {near!r}?" if near else f"it takes {', '.join(names)}"
+            raise DeepSpeedConfigTypeError(f"Config key '{where}.{key}' is no argument of {cls.__name__}: {advice}")
+    missing = [a.name for a in arguments if a.default is inspect.Parameter.empty and a.name not in kept]
+    if missing:
+        raise DeepSpeedConfigTypeError(f"{cls.__name__} needs {', '.join(f'{where}.{name!s}' for name in missing)}")
+    return kept
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ followed by decay, with momentum running against the learning rate; P. Goyal et 
 
 import argparse
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -154,11 +155,13 @@ class _Schedule:
     def _per_group(self, name: str, value: PerGroup) -> list[float]:
         """One float per parameter group from a number or a list of them."""
         num_groups = len(self.optimizer.param_groups)
-        if not isinstance(value, (list, tuple)):
-            return [float(value)] * num_groups
-        if len(value) != num_groups:
-            raise ValueError(f"{name}: {len(value)} values for {num_groups} parameter groups")
-        return [float(v) for v in value]
+        values = list(value) if isinstance(value, (list, tuple)) else [value] * num_groups
+        if len(values) != num_groups:
+            raise ValueError(f"{name}: {len(values)} values for {num_groups} parameter groups")
+        for number in values:
+            if not _is_number(number):
+                raise ValueError(f"{name} must be a number or one per parameter group, got {value!r}")
+        return [float(number) for number in values]
 
     def _initial_lrs(self, last_batch_iteration: int) -> list[float]:
         """The optimizer's own learning rate per group.
@@ -188,7 +191,7 @@ class LRRangeTest(_Schedule):
         last_batch_iteration: 0-based index of the last step taken, -1 at the start.
 
     Raises:
-        ValueError: a list with another length than the parameter groups, or a step size below 1.
+        ValueError: a list with another length than the parameter groups, or a step size that is not positive.
     """
 
     def __init__(
@@ -397,7 +400,7 @@ class WarmupDecayLR(WarmupLR):
             ``WarmupLR``.
 
     Raises:
-        ValueError: as ``WarmupLR``.
+        ValueError: as ``WarmupLR``, or ``total_num_steps`` is not positive.
     """
 
     def __init__(
@@ -410,6 +413,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
+        _check_positive(TOTAL_NUM_STEPS, total_num_steps)
         self.total_num_steps = total_num_steps
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
         _warn_if_shorter_than_warmup(type(self).__name__, total_num_steps, self.warmup_num_steps)
@@ -435,7 +439,8 @@ class WarmupCosineLR(_Schedule):
         cos_min_ratio: ratio at the end.
 
     Raises:
-        ValueError: ``warmup_num_steps`` is no positive integer, or an unknown ``warmup_type``.
+        ValueError: ``warmup_num_steps`` is no positive integer, ``total_num_steps`` is not positive, or an unknown
+            ``warmup_type``.
     """
 
     def __init__(
@@ -449,6 +454,7 @@ class WarmupCosineLR(_Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer)
+        _check_positive(TOTAL_NUM_STEPS, total_num_steps)
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio = warmup_min_ratio
         self.warmup_num_steps = _checked_warmup_steps(warmup_num_steps)
@@ -495,7 +501,10 @@ def _decay_progress(steps_taken: int, warmup_num_steps: int, total_num_steps: in
 
 def _checked_warmup_steps(steps: int) -> int:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps <= 0:
-        raise ValueError(f"{WARMUP_NUM_STEPS} must be a positive integer, got {steps!r}")
+        raise ValueError(
+            f"{WARMUP_NUM_STEPS} must be a positive integer, got {steps!r}. For no warm-up set the minimum to the full "
+            "learning rate, or choose another schedule"
+        )
     return max(2, steps)
 
 
@@ -506,13 +515,17 @@ def _checked_warmup_type(warmup_type: str) -> str:
 
 
 def _check_positive(name: str, value: int) -> None:
-    if value <= 0:
-        raise ValueError(f"{name} must be positive, got {value!r}")
+    if not _is_number(value) or value <= 0:
+        raise ValueError(f"{name} must be a positive number, got {value!r}")
 
 
 def _check_not_negative(name: str, value: int) -> None:
-    if value < 0:
-        raise ValueError(f"{name} must not be negative, got {value!r}")
+    if not _is_number(value) or value < 0:
+        raise ValueError(f"{name} must be a number that is not negative, got {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _warn_if_shorter_than_warmup(schedule: str, total_num_steps: int, warmup_num_steps: int) -> None:
@@ -554,6 +567,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--warmup_num_steps", type=int, default=1000, help="optimizer steps of warm-up")
     group.add_argument("--warmup_type", type=str, default=WARMUP_LOG_RATE, help="log or linear")
     group.add_argument("--warmup_min_ratio", type=float, default=0.01, help="cosine: ratio to start from")
+    group.add_argument("--total_num_steps", type=int, default=None, help="decay, cosine: steps of the schedule")
     group.add_argument("--cos_min_ratio", type=float, default=0.01, help="cosine: ratio at the end")
     return parser
 
@@ -604,16 +618,21 @@ def override_warmupLR_params(args: argparse.Namespace, params: dict[str, Any]) -
     _override(args, params, (WARMUP_MIN_LR, WARMUP_MAX_LR, WARMUP_NUM_STEPS, WARMUP_TYPE))
 
 
+def _override_warmup_decay_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
+    override_warmupLR_params(args, params)
+    _override(args, params, (TOTAL_NUM_STEPS,))
+
+
 def override_warmupCosineLR_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
     """Write the ``WarmupCosineLR`` arguments that ``args`` has into ``params``."""
-    _override(args, params, (WARMUP_MIN_RATIO, WARMUP_NUM_STEPS, WARMUP_TYPE, COS_MIN_RATIO))
+    _override(args, params, (TOTAL_NUM_STEPS, WARMUP_MIN_RATIO, WARMUP_NUM_STEPS, WARMUP_TYPE, COS_MIN_RATIO))
 
 
 _OVERRIDES: dict[str, Callable[[argparse.Namespace, dict[str, Any]], None]] = {
     LR_RANGE_TEST: override_lr_range_test_params,
     ONE_CYCLE: override_1cycle_params,
     WARMUP_LR: override_warmupLR_params,
-    WARMUP_DECAY_LR: override_warmupLR_params,
+    WARMUP_DECAY_LR: _override_warmup_decay_params,
     WARMUP_COSINE_LR: override_warmupCosineLR_params,
 }
 

@@ -10,6 +10,7 @@ import torch
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_utils import constructor_arguments, without_auto
 from deepspeed.runtime.constants import MAX_GRAD_NORM
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer, ReplicatedOptimizer
@@ -39,7 +40,7 @@ def basic_optimizer(
         return None
     parameters = _parameters(model_parameters, model)
     if client is None:
-        return _from_config(config.optimizer_name, dict(config.optimizer_params or {}), parameters)
+        return _from_config(config.optimizer_name, without_auto(config.optimizer_params or {}), parameters)
     if not callable(client):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer or a callable that makes one, not {type(client).__name__}"
@@ -196,6 +197,7 @@ def lr_scheduler(client: Any, basic: torch.optim.Optimizer | None, wrapped: Any,
 
     Raises:
         AssertionError: a scheduler without an optimizer, or a type that does not exist.
+        DeepSpeedConfigTypeError: the config gives the scheduler an argument that it does not take, or lacks one.
     """
     if client is not None:
         if basic is None:
@@ -205,13 +207,14 @@ def lr_scheduler(client: Any, basic: torch.optim.Optimizer | None, wrapped: Any,
     name = config.scheduler_name
     if name is None or basic is None:
         return None
-    params = config.scheduler_params or {}
+    params, where = config.scheduler_params or {}, "scheduler.params"
     if name in lr_schedules.VALID_LR_SCHEDULES:
-        return getattr(lr_schedules, name)(wrapped, **params)
+        cls = getattr(lr_schedules, name)
+        return cls(wrapped, **constructor_arguments(cls, params, where))
     cls = getattr(torch.optim.lr_scheduler, name, None)
-    if cls is None:
+    if not isinstance(cls, type):
         raise AssertionError(
             f"scheduler.type {name!r} is neither one of {lr_schedules.VALID_LR_SCHEDULES} nor a class of"
             " torch.optim.lr_scheduler"
         )
-    return cls(basic, **params)
+    return cls(basic, **constructor_arguments(cls, params, where))
