@@ -11,6 +11,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import init_distributed
 from deepspeed.git_version_info import version as __version__
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
@@ -33,7 +34,6 @@ _unbuilt = {
     "default_inference_config": "inference",
     "tp_model_init": "tensor parallelism",
     "set_autotp_mode": "tensor parallelism",
-    "checkpointing": "activation checkpointing of this package (torch.utils.checkpoint works)",
     "DeepSpeedTransformerLayer": "transformer kernels",
     "DeepSpeedTransformerConfig": "transformer kernels",
     "replace_transformer_layer": "transformer kernels",
@@ -147,6 +147,7 @@ __all__ = [
     "OnDevice",
     "__version__",
     "add_config_arguments",
+    "checkpointing",
     "comm",
     "get_accelerator",
     "init_distributed",

@@ -51,3 +51,7 @@ class DeepSpeedActivationCheckpointingConfig(DeepSpeedConfigObject):
         for key, default in ACT_CHKPT_DEFAULT.items():
             kind = "int" if key == ACT_CHKPT_NUMBER_CHECKPOINTS else "bool"
             setattr(self, key, read_value(section, key, default, kind, ACT_CHKPT))
+
+    def asks_for_anything(self) -> bool:
+        """Whether any value is not the default."""
+        return any(getattr(self, key) != default for key, default in ACT_CHKPT_DEFAULT.items())

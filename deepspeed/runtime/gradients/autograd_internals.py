@@ -17,8 +17,11 @@ _engine = getattr(torch.autograd.Variable, "_execution_engine", None)
 _queue_callback = getattr(_engine, "queue_callback", None)
 _graph_task_id = getattr(torch._C, "_current_graph_task_id", None)
 _will_execute = getattr(torch._C, "_will_engine_execute_node", None)
+_runs_whole_graph = getattr(_engine, "is_checkpoint_valid", None)
 _foreach_copy = getattr(torch, "_foreach_copy_", None)
 _foreach_add = getattr(torch, "_foreach_add_", None)
+_saved_hooks_allowed = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", None)
+_top_saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 NO_GRAPH_TASK = -1
 
@@ -77,6 +80,33 @@ def register_after_node(node: BackwardCFunction, callback: Callable[[], None]) -
     ]
 
 
+def profiler_is_recording() -> bool:
+    """Whether a torch profiler (or ``emit_nvtx``) records now. Fallback: always, at some microseconds per label."""
+    return getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+
+
+def can_check_reentrant_backward() -> bool:
+    """Whether torch can tell a backward that a reentrant checkpoint cannot serve.
+
+    Fallback: checkpoints that are not reentrant, which serve every backward.
+    """
+    return _runs_whole_graph is not None
+
+
+def check_reentrant_backward() -> None:
+    """Refuse a graph task that runs a part of the graph only, from inside of it.
+
+    Raises:
+        RuntimeError: ``torch.autograd.grad`` or ``backward(inputs=...)``: the nested graph task of a reentrant
+            checkpoint would add to ``.grad`` of parameters that the caller did not ask for.
+    """
+    if not _runs_whole_graph():
+        raise RuntimeError(
+            "checkpoint(): a reentrant checkpoint cannot serve torch.autograd.grad() or backward(inputs=...), since its"
+            " own backward runs the whole of its graph. Use non_reentrant_checkpoint(), or pass use_reentrant=False"
+        )
+
+
 def accumulate_grad_nodes(parameters: Sequence[torch.nn.Parameter]) -> list[Any]:
     """The AccumulateGrad node of each parameter, which must require grad."""
     nodes = []
@@ -94,6 +124,20 @@ def can_count_nodes_to_run() -> bool:
 def will_run_in_current_task(node: Any) -> bool:
     """Whether the current graph task runs ``node``. Only valid inside a graph task."""
     return bool(_will_execute(node))
+
+
+def saved_tensors_hooks_are_allowed() -> bool:
+    """Whether hooks for saved tensors may be set: not inside ``torch.func`` transforms.
+
+    Fallback: False; weights then stay in memory for as long as a graph needs them.
+    """
+    return _saved_hooks_allowed is not None and _top_saved_hooks is not None and _saved_hooks_allowed()
+
+
+def top_saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """The hooks that decide what graphs save at the moment, None when nobody set any. Only the top ones are asked, so
+    setting others would hide those of a checkpoint. Call only where ``saved_tensors_hooks_are_allowed``."""
+    return _top_saved_hooks(True)
 
 
 @torch.no_grad()
