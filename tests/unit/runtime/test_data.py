@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, SequentialSampler, TensorDataset
+import torch.distributed as dist
+from torch.utils.data import Dataset, IterableDataset, SequentialSampler, TensorDataset
 
+import deepspeed
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
+from unit.common import DistributedTest
+from unit.runtime import engine_cases as cases
 
 
 def make_loader(
@@ -128,3 +132,107 @@ def test_repeating_a_plain_list() -> None:
 def test_repeating_nothing_is_an_error() -> None:
     with pytest.raises(ValueError, match="no batch"):
         next(RepeatingLoader([]))
+
+
+# Through the engine.
+
+
+class Samples(Dataset):
+    """Samples (x, y, uses) for the model of ``engine_cases``; remembers which were fetched."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(count, cases.WIDTH, generator=generator)
+        self.fetched: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.fetched.append(index)
+        return self.x[index], index % cases.WIDTH
+
+
+def collate(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    return torch.stack([x for x, _ in samples]), torch.tensor([y for _, y in samples]), 1
+
+
+def in_process(engine: Any, dataset: Dataset, **kwargs: Any) -> DeepSpeedDataLoader:
+    return engine.deepspeed_io(dataset, num_local_io_workers=0, **kwargs)
+
+
+class TestEngineLoader(DistributedTest):
+    world_size = 2
+
+    def test_batch_and_sampler_come_from_the_config(self) -> None:
+        dataset = Samples(24)
+        for micro in (2, 3):
+            engine = cases.make_engine(cases.make_config(1, train_micro_batch_size_per_gpu=micro), collate_fn=collate)
+            loader = in_process(engine, dataset)
+            dataset.fetched.clear()
+            sizes = [len(x) for x, _, _ in loader]
+            assert sizes == [micro] * (24 // 2 // micro)
+            everywhere: list[Any] = [None, None]
+            dist.all_gather_object(everywhere, list(dataset.fetched))
+            assert sorted(everywhere[0] + everywhere[1]) == list(range(24)), "ranks share out the data"
+            assert everywhere[0] != sorted(everywhere[0]), "in a random order"
+            assert [len(x) for x, _, _ in in_process(engine, dataset, batch_size=6)] == [6, 6]
+
+    def test_drop_last_comes_from_the_config(self) -> None:
+        for drop, sizes in ((False, [2, 2, 2, 1]), (True, [2, 2, 2])):
+            engine = cases.make_engine(cases.make_config(1, dataloader_drop_last=drop), collate_fn=collate)
+            assert [len(x) for x, _, _ in in_process(engine, Samples(13))] == sizes
+            assert len(in_process(engine, Samples(13))) == len(sizes)
+
+    def test_a_partial_window_goes_on_with_the_next_pass(self) -> None:
+        """5 micro-steps a pass, 2 a window: the third window has the last batch of one pass, the first of the next."""
+        for stage in (0, 1, 2):
+            engine = cases.make_engine(cases.make_config(stage, gas=2), collate_fn=collate)
+            batches = RepeatingLoader(in_process(engine, Samples(20)))
+            boundaries = []
+            for _ in range(10):
+                engine.backward(engine(*next(batches)))
+                engine.step()
+                boundaries.append(engine.was_step_applied())
+            assert boundaries == [False, True] * 5 and engine.global_steps == 5
+
+    def test_a_partial_window_is_the_mean_of_its_micro_steps_or_dropped(self) -> None:
+        for stage in (0, 1, 2):
+            engine = cases.make_engine(cases.make_config(stage, gas=2))
+            batches = cases.batches_of(dist.get_rank(), 3)
+            cases.run_window(engine, batches[:2])
+            engine.step()
+            engine.backward(engine(*batches[2]))
+            engine.step()
+            assert not engine.was_step_applied()
+            engine.zero_grad()
+            engine.micro_steps = 0
+            cases.check_window(engine, seed=1, note=f"stage {stage}, after a dropped window")
+
+    def test_the_loader_of_initialize_trains(self) -> None:
+        engine, _, loader, _ = deepspeed.initialize(
+            model=cases.OddModel(),
+            optimizer=torch.optim.SGD,
+            training_data=Samples(8),
+            collate_fn=collate,
+            config=cases.make_config(2),
+        )
+        assert loader is engine.training_dataloader and isinstance(loader, DeepSpeedDataLoader)
+        for batch in loader:
+            engine.backward(engine(*batch))
+            engine.step()
+        assert (engine.global_steps, engine.global_samples) == (2, 8)
+
+    def test_loading_counts_for_throughput_in_training_only(self) -> None:
+        engine = cases.make_engine(cases.make_config(1), collate_fn=collate)
+        for route, timer in (("train", engine.tput_timer), ("eval", None), ("predict", None), ("encode", None)):
+            assert in_process(engine, Samples(8), route=route).tput_timer is timer
+        with pytest.raises(ValueError, match="route must be one of .*'test'"):
+            in_process(engine, Samples(8), route="test")
+
+    def test_what_is_no_data_set_is_refused(self) -> None:
+        engine = cases.make_engine(cases.make_config(1))
+        for wrong in (3, iter([1]), None):
+            with pytest.raises(ValueError, match=type(wrong).__name__):
+                engine.deepspeed_io(wrong)
+        assert len(in_process(engine, [1, 2, 3, 4])) == 1
