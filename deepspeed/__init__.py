@@ -11,18 +11,19 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import init_distributed
 from deepspeed.git_version_info import version as __version__
+from deepspeed.runtime import zero
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
 from deepspeed.utils.init_on_device import OnDevice
 from deepspeed.utils.logging import log_dist, logger
 
 dist: Any = None  # deepspeed.comm once initialize() has run
 
 _unbuilt = {
-    "zero": "ZeRO-3",
     "PipelineModule": "pipeline parallelism",
     "PipelineEngine": "pipeline parallelism",
     "DualPipeVEngine": "pipeline parallelism",
@@ -89,12 +90,34 @@ def initialize(
         raise NotImplementedError("mesh_param: sequence parallelism over a device mesh is not built yet")
     chosen = _choose_config(args, config if config is not None else config_params)
     dist = comm
+    shutdown_init_context()  # what an engine makes inside a zero.Init context must be ordinary
+    try:
+        engine = _make_engine(args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port,
+                              mpu, dist_init_required, collate_fn, chosen)  # fmt: skip
+    finally:
+        restore_init_context()
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _make_engine(
+    args: Any,
+    model: torch.nn.Module,
+    optimizer: Any,
+    model_parameters: Any,
+    training_data: Any,
+    lr_scheduler: Any,
+    distributed_port: int,
+    mpu: Any,
+    dist_init_required: bool | None,
+    collate_fn: Callable | None,
+    config: Any,
+) -> DeepSpeedEngine:
     init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         distributed_port=distributed_port,
         dist_init_required=dist_init_required,
     )
-    engine = DeepSpeedEngine(
+    return DeepSpeedEngine(
         args=args,
         model=model,
         optimizer=optimizer,
@@ -104,10 +127,9 @@ def initialize(
         mpu=mpu,
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
-        config=chosen,
-        config_class=DeepSpeedConfig(chosen, mpu),
+        config=config,
+        config_class=DeepSpeedConfig(config, mpu),
     )
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def _choose_config(args: Any, config: Any) -> Any:
@@ -154,4 +176,5 @@ __all__ = [
     "initialize",
     "log_dist",
     "logger",
+    "zero",
 ]

@@ -14,8 +14,9 @@ from deepspeed.runtime.gradients import collectives
 from deepspeed.runtime.gradients.backward_scope import BackwardScope, watch_end
 from deepspeed.runtime.gradients.ledger import ParameterRecord
 from deepspeed.runtime.gradients.reducer import GradientReducer
-from deepspeed.runtime.parameter_handover import refuse_shared_memory, refuse_used_optimizer
+from deepspeed.runtime.parameter_handover import logical_shape, refuse_shared_memory, refuse_used_optimizer
 from deepspeed.utils.logging import log_dist
+from deepspeed.utils.nvtx import profiler_range
 
 CLIP_EPSILON = 1e-6
 
@@ -242,7 +243,8 @@ def make_records(
     for g, param_group in enumerate(param_groups):
         records: list[ParameterRecord] = []
         for i, parameter in enumerate(param_group["params"]):
-            where = f"parameter {i} of optimizer group {g} (shape {tuple(parameter.shape)})"
+            shape = logical_shape(parameter)
+            where = f"parameter {i} of optimizer group {g} (shape {tuple(shape)})"
             if parameter not in position:
                 raise ValueError(
                     f"{where} is not a parameter of the model given to deepspeed.initialize, so no gradient of the"
@@ -255,10 +257,10 @@ def make_records(
                 raise ValueError(f"{where}, named {param_names[parameter]!r}, is on the meta device and has no values")
             if not parameter.requires_grad:
                 frozen.append(parameter)
-            elif parameter.numel():
-                records.append(ParameterRecord(parameter, param_names[parameter], position[parameter]))
+            elif shape.numel():
+                records.append(ParameterRecord(parameter, param_names[parameter], position[parameter], shape))
         groups.append(records)
-    refuse_shared_memory([record for records in groups for record in records])
+    refuse_shared_memory((record.name, record.parameter) for records in groups for record in records)
     in_model_order = sorted((r for records in groups for r in records), key=lambda r: r.index)
     for index, record in enumerate(in_model_order):
         record.index = index
@@ -339,16 +341,18 @@ class ZeROOptimizer(DeepSpeedOptimizer):
                 "step() without backward: no rank has run a backward since the last step, so there is no gradient. Call"
                 " engine.backward(loss) before engine.step()"
             )
-        norm = self._global_norm(shards)
-        self.overflow = self._overflowed(norm, shards)
+        with profiler_range("deepspeed.norm"):
+            norm = self._global_norm(shards)
+            self.overflow = self._overflowed(norm, shards)
         self._global_grad_norm = self._public_norm(norm)
         scale = self.loss_scaler.loss_scale
         if self.overflow:
             self._global_grad_norm = math.inf
             log_dist(f"gradients overflowed, step skipped; loss scale was {scale}", ranks=[0])
         else:
-            self._clip(shards, norm)
-            self._update(shards)
+            with profiler_range("deepspeed.update"):
+                self._clip(shards, norm)
+                self._update(shards)
         self.reducer.start_window()
         if not self.custom_loss_scaler:
             self.loss_scaler.update_scale(self.overflow)

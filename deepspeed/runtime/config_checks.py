@@ -225,7 +225,6 @@ def _section_not_empty(name: str) -> Callable[[DeepSpeedConfig], bool]:
 
 # Config key, what it would need, when it is switched on. Remove a line when the feature exists.
 _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
-    ("zero_optimization.stage=3", "parameter partitioning", lambda c: c.zero_optimization_stage == 3),
     (
         "zero_optimization.offload_optimizer",
         "optimizer offload",
@@ -247,11 +246,6 @@ _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
         "zero_optimization.zero_quantized_gradients",
         "quantized gradient reduction",
         lambda c: c.zero_config.zero_quantized_gradients,
-    ),
-    (
-        "zero_optimization.zero_hpz_partition_size",
-        "secondary parameter partition",
-        lambda c: c.zero_config.zero_hpz_partition_size > 1,
     ),
     ("torch_autocast.enabled", "autocast by the engine", lambda c: c.torch_autocast_enabled),
     ("sequence_parallel_size", "sequence parallelism", lambda c: (c.sequence_parallel_size or 1) > 1),
@@ -284,7 +278,6 @@ _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
         "bf16 master weights",
         lambda c: c.bfloat16_config.bf16_master_weights_and_grads,
     ),
-    ("flops_profiler.enabled", "flops profiler", _section_enabled("flops_profiler")),
     ("datastates_ckpt", "DataStates checkpoint engine", _section_not_empty("datastates_ckpt")),
     ("checkpoint.writer", "checkpoint file writers", lambda c: c.checkpoint_config["writer"] is not None),
 ]

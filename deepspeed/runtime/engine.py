@@ -22,7 +22,7 @@ from deepspeed.runtime.engine_config import EngineConfigAccessors
 from deepspeed.runtime.engine_monitor import StepEvents
 from deepspeed.runtime.engine_surface import EngineSurface, throughput_timer
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
-from deepspeed.runtime.model_placement import broadcast_from_first_rank, cast_floating_inputs, cast_model
+from deepspeed.runtime.model_placement import cast_floating_inputs, partition_model, place_whole_model
 from deepspeed.runtime.python_gc import python_gc_manager
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, set_log_level_from_string
@@ -106,10 +106,8 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
         self._global_grad_norm: Any = None
         self._stepper: ZeROOptimizer | None = None
 
-        cast_model(model, self._config)
-        if not dont_change_device:
-            model.to(self.device)
-        broadcast_from_first_rank(model, self.data_parallel_group)
+        place = partition_model if self._config.zero_optimization_stage == 3 else place_whole_model
+        place(model, self._config, None if dont_change_device else self.device, self.data_parallel_group)
         self.module = model
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self.basic_optimizer = optimizer_factory.basic_optimizer(optimizer, model_parameters, model, self._config)
@@ -134,10 +132,11 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
                     f"ZeRO stage {self._config.zero_optimization_stage} partitions optimizer state and needs an"
                     " optimizer: pass one to deepspeed.initialize or name one in the config section 'optimizer'"
                 )
+            if self._config.zero_optimization_stage == 3:
+                return optimizer_factory.parameter_offload(self.module, self._config, self.data_parallel_group)
             return None
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
         self._stepper = optimizer_factory.stage_optimizer(
-            self.basic_optimizer, names, self._config, self.schedule, self.data_parallel_group, self.mpu
+            self.basic_optimizer, self.module, self._config, self.schedule, self.data_parallel_group, self.mpu
         )
         plain = self._config.zero_optimization_stage == 0 and not (self.fp16_enabled() or self.bfloat16_enabled())
         return self.basic_optimizer if plain else self._stepper

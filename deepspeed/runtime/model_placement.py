@@ -7,23 +7,75 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.parameter_handover import refuse_shared_memory
 from deepspeed.runtime.utils import map_tensors
+from deepspeed.runtime.zero.partition_parameters import convert_to_zero_parameters, prepare_whole
+from deepspeed.runtime.zero.sharded_parameter import shard_of
+
+
+def model_dtype(config: DeepSpeedConfig) -> torch.dtype | None:
+    """dtype that the configuration wants floating-point parameters in; None leaves each its own."""
+    if config.float16_config.enabled:
+        return torch.float16
+    return torch.bfloat16 if config.bfloat16_config.enabled else None
+
+
+def place_whole_model(model: torch.nn.Module, config: DeepSpeedConfig, device: torch.device | None, group: Any) -> None:
+    """Cast the model, bring it to ``device`` (None: leave it) and give it the first rank's values. In place."""
+    partitioned = [name for name, parameter in model.named_parameters() if shard_of(parameter) is not None]
+    if partitioned:
+        raise ValueError(
+            f"the model's parameters ({partitioned[0]!r} and others) are partitioned by deepspeed.zero.Init, which only"
+            " ZeRO stage 3 can train. Set zero_optimization.stage to 3, or build the model without zero.Init"
+            " (enabled=False)"
+        )
+    cast_model(model, config)
+    if device is not None:
+        model.to(device)
+    broadcast_from_first_rank([*model.parameters(), *model.buffers()], group)
+
+
+@torch.no_grad()
+def partition_model(model: torch.nn.Module, config: DeepSpeedConfig, device: torch.device | None, group: Any) -> None:
+    """Cast, move, broadcast and partition parameter by parameter, so that the device never holds all whole ones.
+
+    Parameters that ``zero.Init`` has partitioned keep their values; they are cast and brought to the device.
+    """
+    dtype = model_dtype(config)
+    whole = [(name, parameter) for name, parameter in model.named_parameters() if shard_of(parameter) is None]
+    refuse_shared_memory(whole)
+    for _, parameter in whole:
+        prepare_whole(parameter, dtype, device or parameter.device, group)
+        convert_to_zero_parameters([parameter], group, sanity_checks=config.zero_config.enable_sanity_checks)
+    for parameter in model.parameters():
+        shard = shard_of(parameter)
+        kind = dtype if dtype is not None and shard.dtype.is_floating_point else shard.dtype
+        place = device or shard.shard.device
+        if (kind, place) != (shard.dtype, shard.shard.device):
+            shard.hide()
+            shard.move_shard(torch.empty(shard.slice_numel, dtype=kind, device=place))
+            shard.hide()
+    for buffer in model.buffers():
+        if device is not None:
+            buffer.data = buffer.data.to(device)
+    _cast_buffers(model, config)
+    broadcast_from_first_rank(list(model.buffers()), group)
 
 
 @torch.no_grad()
 def cast_model(model: torch.nn.Module, config: DeepSpeedConfig) -> None:
     """Cast floating-point parameters to fp16 or bf16 as configured; buffers only when ``buffer_dtype`` says so. In
     place."""
-    dtype = None
-    if config.float16_config.enabled:
-        dtype = torch.float16
-    elif config.bfloat16_config.enabled:
-        dtype = torch.bfloat16
+    dtype = model_dtype(config)
     if dtype is not None:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.grad = None
                 parameter.data = parameter.data.to(dtype)
+    _cast_buffers(model, config)
+
+
+def _cast_buffers(model: torch.nn.Module, config: DeepSpeedConfig) -> None:
     if config.buffer_dtype is not None:
         for buffer in model.buffers():
             if buffer.is_floating_point():
@@ -31,12 +83,12 @@ def cast_model(model: torch.nn.Module, config: DeepSpeedConfig) -> None:
 
 
 @torch.no_grad()
-def broadcast_from_first_rank(model: torch.nn.Module, group: Any) -> None:
-    """Give every rank of ``group`` the parameters and buffers of its first rank."""
+def broadcast_from_first_rank(tensors: list[torch.Tensor], group: Any) -> None:
+    """Give every rank of ``group`` the values of its first rank."""
     if dist.get_world_size(group) == 1:
         return
     source = dist.get_global_rank(group, 0)
-    for tensor in [*model.parameters(), *model.buffers()]:
+    for tensor in tensors:
         if tensor.is_meta:
             raise ValueError("the model has tensors on the meta device; materialise it before deepspeed.initialize")
         if tensor.numel():

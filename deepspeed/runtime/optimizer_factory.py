@@ -16,6 +16,8 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer, ReplicatedOptimizer
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.gradients.reducer import ReductionSettings
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 
@@ -94,7 +96,7 @@ def _fused_adam_runs_on(parameters: list[Any]) -> bool | None:
 
 def stage_optimizer(
     basic: torch.optim.Optimizer,
-    param_names: dict[torch.nn.Parameter, str],
+    module: torch.nn.Module,
     config: DeepSpeedConfig,
     schedule: AccumulationSchedule,
     group: Any,
@@ -106,6 +108,7 @@ def stage_optimizer(
         AssertionError: an optimizer that is not known to work on flat shards, without
             ``zero_allow_untested_optimizer``.
     """
+    param_names = {parameter: name for name, parameter in module.named_parameters()}
     if config.zero_optimization_stage == 0:
         return _replicated(basic, param_names, config, schedule, group, mpu)
     if not is_zero_supported_optimizer(basic) and not config.zero_allow_untested_optimizer:
@@ -114,39 +117,76 @@ def stage_optimizer(
             " parameters."
             ' If it works elementwise, set "zero_allow_untested_optimizer": true'
         )
-    zero, fp16 = config.zero_config, config.float16_config
+    if config.zero_optimization_stage == 3:
+        return DeepSpeedZeroOptimizer_Stage3(
+            module,
+            basic,
+            param_names,
+            sub_group_size=config.zero_config.sub_group_size,
+            parameter_offload=parameter_offload(module, config, group),
+            **_partitioned_settings(config, schedule, group, mpu),
+        )
+    zero = config.zero_config
     return DeepSpeedZeroOptimizer(
         basic,
         param_names,
-        static_loss_scale=fp16.loss_scale,
-        dynamic_loss_scale=fp16.enabled and fp16.loss_scale == 0,
-        dynamic_loss_args=fp16.dynamic_loss_scale_args(),
-        contiguous_gradients=zero.contiguous_gradients,
-        reduce_bucket_size=zero.reduce_bucket_size,
         use_multi_rank_bucket_allreduce=zero.use_multi_rank_bucket_allreduce,
         allgather_bucket_size=zero.allgather_bucket_size,
         allgather_partitions=zero.allgather_partitions,
-        dp_process_group=group,
-        reduce_scatter=zero.reduce_scatter,
-        overlap_comm=bool(zero.overlap_comm),
-        mpu=mpu,
-        clip_grad=config.gradient_clipping,
-        gradient_accumulation_dtype=config.grad_accum_dtype or torch.float32,
-        communication_data_type=config.communication_data_type,
-        postscale_gradients=not config.prescale_gradients,
-        gradient_predivide_factor=config.gradient_predivide_factor,
         gradient_average=config.gradient_allreduce_op == "mean",
-        gradient_accumulation_steps=schedule.steps,
         ignore_unused_parameters=zero.ignore_unused_parameters,
         partition_grads=config.zero_optimization_stage == 2,
         round_robin_gradients=zero.round_robin_gradients,
         parameter_alignment=zero.parameter_alignment,
-        fp16_master_weights_and_gradients=fp16.fp16_master_weights_and_grads,
-        bf16_master_weights_and_gradients=config.bfloat16_config.bf16_master_weights_and_grads,
-        bf16_optimizer_states=config.bfloat16_config.bf16_optimizer_states,
         check_grad_overflow=_checks_overflow(config),
         compute_grad_norm=zero.compute_grad_norm,
-        schedule=schedule,
+        **_partitioned_settings(config, schedule, group, mpu),
+    )
+
+
+def _partitioned_settings(
+    config: DeepSpeedConfig, schedule: AccumulationSchedule, group: Any, mpu: Any
+) -> dict[str, Any]:
+    """Arguments that the optimizers of stages 1, 2 and 3 share."""
+    zero, fp16 = config.zero_config, config.float16_config
+    return {
+        "static_loss_scale": fp16.loss_scale,
+        "dynamic_loss_scale": fp16.enabled and fp16.loss_scale == 0,
+        "dynamic_loss_args": fp16.dynamic_loss_scale_args(),
+        "contiguous_gradients": zero.contiguous_gradients,
+        "reduce_bucket_size": zero.reduce_bucket_size,
+        "dp_process_group": group,
+        "reduce_scatter": zero.reduce_scatter,
+        "overlap_comm": bool(zero.overlap_comm),
+        "mpu": mpu,
+        "clip_grad": config.gradient_clipping,
+        "gradient_accumulation_dtype": config.grad_accum_dtype or torch.float32,
+        "communication_data_type": config.communication_data_type,
+        "postscale_gradients": not config.prescale_gradients,
+        "gradient_predivide_factor": config.gradient_predivide_factor,
+        "gradient_accumulation_steps": schedule.steps,
+        "fp16_master_weights_and_gradients": fp16.fp16_master_weights_and_grads,
+        "bf16_master_weights_and_gradients": config.bfloat16_config.bf16_master_weights_and_grads,
+        "bf16_optimizer_states": config.bfloat16_config.bf16_optimizer_states,
+        "schedule": schedule,
+    }
+
+
+def parameter_offload(module: torch.nn.Module, config: DeepSpeedConfig, group: Any) -> DeepSpeedZeRoOffload:
+    """The hooks that gather a partitioned model's weights."""
+    zero = config.zero_config
+    return DeepSpeedZeRoOffload(
+        module,
+        prefetch_bucket_size=zero.prefetch_bucket_size,
+        max_reuse_distance=zero.max_reuse_distance,
+        max_live_parameters=zero.max_live_parameters,
+        param_persistence_threshold=zero.param_persistence_threshold,
+        model_persistence_threshold=zero.model_persistence_threshold,
+        dp_process_group=group,
+        zero_hpz_partition_size=zero.zero_hpz_partition_size,
+        zero_module_granularity_threshold=zero.module_granularity_threshold,
+        use_all_reduce_for_fetch_params=zero.use_all_reduce_for_fetch_params,
+        allgather_sequential=zero.allgather_sequential,
     )
 
 

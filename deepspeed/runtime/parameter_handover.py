@@ -4,12 +4,10 @@
 Some optimizers (torch's Adagrad) make their state when they are constructed, so a fresh optimizer may have state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-
-from deepspeed.runtime.gradients.ledger import ParameterRecord
 
 STEP = "step"
 
@@ -58,13 +56,18 @@ def _anew(key: str, states: list[dict[str, Any]], parameter: torch.Tensor) -> An
     return torch.full_like(parameter, value, requires_grad=False)
 
 
-def refuse_shared_memory(records: list[ParameterRecord]) -> None:
+def logical_shape(parameter: torch.Tensor) -> torch.Size:
+    """Shape of the whole parameter, also while it is partitioned."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def refuse_shared_memory(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """ValueError when two different parameters overlap in memory: flattening would separate them in silence."""
     spans = []
-    for record in records:
-        data = record.parameter.data
+    for name, parameter in parameters:
+        data = parameter.data
         if data.is_contiguous():
-            spans.append((str(data.device), data.data_ptr(), data.data_ptr() + data.nbytes, record.name))
+            spans.append((str(data.device), data.data_ptr(), data.data_ptr() + data.nbytes, name))
     spans.sort()
     for (device, _, end, name), (next_device, start, _, next_name) in zip(spans, spans[1:]):
         if device == next_device and start < end:

@@ -52,6 +52,7 @@ class _Groups:
     tensor_parallel: _Reference = field(default_factory=_Reference)
     data_parallel: _Reference = field(default_factory=_Reference)  # across tensor-parallel ranks
     zero_param: _Reference = field(default_factory=_Reference)
+    gather: dict[tuple[int, ...], _Reference] = field(default_factory=dict)  # by global ranks
     mesh: Any = None  # the mesh that was there when the world was first seen
     overrides: dict[str, int] = field(default_factory=dict)
 
@@ -83,6 +84,8 @@ def _release_process_group_references(group: Any = None) -> None:
     for name in ("clone", "tensor_parallel", "data_parallel", "zero_param"):
         if getattr(_groups, name)() is group:
             setattr(_groups, name, _Reference())
+    for ranks in [ranks for ranks, reference in _groups.gather.items() if reference() is group]:
+        del _groups.gather[ranks]
 
 
 dist.on_destroy(_release_process_group_references)
@@ -368,6 +371,20 @@ def _get_model_parallel_world_size() -> int:
 
 
 # ZeRO's secondary partitions (a copy of the parameters within a few ranks)
+
+
+def _get_gather_group(group: Any) -> Any:
+    """A group over the same ranks, on which partitioned parameters are gathered; made once. A collective of its
+    members."""
+    if dist.get_world_size(group) == 1:
+        return group
+    ranks = tuple(dist.get_all_ranks_from_group(group))
+    known = _current().gather
+    made = known[ranks]() if ranks in known else None
+    if made is None:
+        made = torch.distributed.new_group(list(ranks), timeout=timeout_of(group), use_local_synchronization=True)
+        known[ranks] = _Reference(made)
+    return made
 
 
 def _create_zero_param_parallel_group(group_size: int) -> None:

@@ -73,13 +73,9 @@ class ParameterLink:
         self._optimizer = weakref.ref(optimizer)
         self.record = record
         self.group = group
-        offset = group.offsets[position]
-        begin = max(offset, group.shard_start)
-        end = min(offset + record.parameter.numel(), group.shard_start + group.shard_numel)
-        self.begin, self.end = (
-            (begin - offset, end - offset) if begin < end else (0, 0)
-        )  # own elements of the parameter
-        self.shard_begin = begin - group.shard_start if begin < end else 0  # and where they are in the shard
+        own = group.own[position]
+        self.begin, self.end = own.begin, own.end  # own elements of the parameter
+        self.shard_begin = own.shard_begin  # and where they are in the shard
 
     @property
     def optimizer(self) -> Any:
@@ -99,19 +95,18 @@ class ParameterLink:
         """Full tensor in the parameter's shape, fp32 or wider, from every rank's own elements. Collective unless
         replicated."""
         parameter = self.record.parameter
-        full = torch.zeros(parameter.numel(), dtype=master_dtype(own.dtype), device=parameter.device)
+        full = torch.zeros(self.record.numel, dtype=master_dtype(own.dtype), device=parameter.device)
         full[self.begin : self.end].copy_(own.detach().reshape(-1))
         reducer = self.optimizer.reducer
         if not reducer.layout.replicated:
             collectives.sum_over_ranks(full, reducer.group)
-        return full.view(parameter.shape)
+        return full.view(self.record.shape)
 
     def scatter(self, value: torch.Tensor, own: torch.Tensor) -> None:
         """Write this rank's elements of a full tensor where they live."""
-        parameter = self.record.parameter
-        if value.shape != parameter.shape:
+        if value.shape != self.record.shape:
             raise ValueError(
-                f"parameter {self.record.name!r} has shape {tuple(parameter.shape)}, the value to set has"
+                f"parameter {self.record.name!r} has shape {tuple(self.record.shape)}, the value to set has"
                 f" {tuple(value.shape)}"
             )
         own.copy_(value.reshape(-1)[self.begin : self.end].view(own.shape))

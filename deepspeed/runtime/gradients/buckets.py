@@ -96,7 +96,7 @@ class Bucket:
         views = []
         for piece in self.plan.pieces:
             view = buffer.narrow(0, piece.offset, piece.stop - piece.start)
-            views.append(view.view(piece.record.parameter.shape) if piece.whole else view)
+            views.append(view.view(piece.record.shape) if piece.whole else view)
         return views
 
     def _comm_views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:

@@ -90,15 +90,42 @@ def all_gather_slices(flat: torch.Tensor, rank: int, group: object, bucket_numel
 
 def broadcast_slices(flat: torch.Tensor, group: object) -> None:
     """As ``all_gather_slices``, by one broadcast per owner, all under way at once."""
+    for work in _start_broadcasts(flat, group):
+        work.wait()
+
+
+def _start_broadcasts(flat: torch.Tensor, group: object) -> list[Any]:
     world_size = dist.get_world_size(group)
     if world_size == 1:
-        return
-    works = [
+        return []
+    return [
         dist.broadcast(part, src=dist.get_global_rank(group, owner), group=group, async_op=True)
         for owner, part in enumerate(flat.chunk(world_size))
     ]
-    for work in works:
-        work.wait()
+
+
+def gather_rows(rows: torch.Tensor, rank: int, group: object, by_all_reduce: bool = False) -> list[Any]:
+    """Fill every rank's slice of ``rows`` from its owner, asynchronously.
+
+    Args:
+        rows: 1-D, ``world_size`` equal slices; that of ``rank`` is valid on entry.
+        by_all_reduce: by summing with zeros.
+
+    Returns:
+        what to wait for before all of ``rows`` is valid.
+    """
+    world_size = dist.get_world_size(group)
+    if world_size == 1:
+        return []
+    slices = list(rows.chunk(world_size))
+    if by_all_reduce:
+        for owner, part in enumerate(slices):
+            if owner != rank:
+                part.zero_()
+        return [dist.all_reduce(rows, group=group, async_op=True)]
+    if rows.device.type == "cpu" and world_size <= FEW_RANKS:
+        return _start_broadcasts(rows, group)
+    return [dist.all_gather_into_tensor(rows, slices[rank], group=group, async_op=True)]
 
 
 def sum_over_ranks(value: torch.Tensor, group: object) -> torch.Tensor:

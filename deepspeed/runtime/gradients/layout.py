@@ -9,6 +9,7 @@ layout             one flat group is                           this rank keeps o
 =================  ==========================================  ===========================================
 ``Replicated``     (stage 0) a dtype of a parameter group      all of it
 ``FlatPartition``  (stages 1, 2) the same, padded to the world  one contiguous slice of ``1/world``
+``PerParameter``   (stage 3) the same, cut into sub-groups      ``1/world`` of each parameter, end to end
 =================  ==========================================  ===========================================
 """
 
@@ -41,7 +42,7 @@ class Piece:
 
     @property
     def whole(self) -> bool:
-        return self.stop - self.start == self.record.parameter.numel()
+        return self.stop - self.start == self.record.numel
 
 
 @dataclass
@@ -68,12 +69,22 @@ class BucketPlan:
         return self.stop - self.start
 
 
+@dataclass(frozen=True)
+class OwnRange:
+    """Elements ``[begin, end)`` of a parameter, which this rank owns and keeps at ``shard_begin`` of its shard."""
+
+    begin: int = 0
+    end: int = 0
+    shard_begin: int = 0
+
+
 @dataclass
 class FlatGroup:
     """Parameters of one dtype of one optimizer parameter group, laid end to end.
 
     ``offsets[i]`` is the first element of ``records[i]``; ``numel`` ends after the last parameter, ``padded_numel``
-    is what is communicated. ``shard_start`` and ``shard_numel`` say which part of it this rank owns.
+    is what is communicated. ``shard_start`` and ``shard_numel`` say which part of it this rank owns, and ``own[i]``
+    which elements of ``records[i]`` that is. Where each parameter is partitioned alone, offsets are those in the shard.
     """
 
     index: int
@@ -86,6 +97,7 @@ class FlatGroup:
     padded_numel: int = 0
     shard_start: int = 0
     shard_numel: int = 0
+    own: list[OwnRange] = field(default_factory=list)
 
     @property
     def padding(self) -> int:
@@ -95,11 +107,9 @@ class FlatGroup:
     def local_ranges(self) -> Iterator[tuple[int, ParameterRecord, int, int, int]]:
         """For each parameter with elements in this rank's shard: position in ``records``, record, first and
         last-plus-one element of the parameter, and where that range begins in the shard."""
-        for position, (record, offset) in enumerate(zip(self.records, self.offsets)):
-            begin = max(offset, self.shard_start)
-            end = min(offset + record.parameter.numel(), self.shard_start + self.shard_numel)
-            if begin < end:
-                yield position, record, begin - offset, end - offset, begin - self.shard_start
+        for position, (record, own) in enumerate(zip(self.records, self.own)):
+            if own.begin < own.end:
+                yield position, record, own.begin, own.end, own.shard_begin
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -148,9 +158,7 @@ class ShardLayout:
         self.buckets: list[BucketPlan] = []
 
     def _set_buckets(self, buckets: list[BucketPlan]) -> None:
-        """Fill in the pieces and fix the order: buckets whose parameters come late in the model are ready first."""
-        for bucket in buckets:
-            _fill_bucket(bucket, self.groups[bucket.group])
+        """Fix the order: buckets whose parameters come late in the model are ready first."""
 
         def first_parameter(bucket: BucketPlan) -> int:
             return min((piece.record.index for piece in bucket.pieces), default=-1)
@@ -173,11 +181,14 @@ class Replicated(ShardLayout):
         super().__init__(groups, rank, world_size)
         for group in groups:
             _place(group, alignment=1, multiple=1)
-            group.shard_start, group.shard_numel = 0, group.padded_numel
+            _own(group, 0, group.padded_numel)
         self._set_buckets(
             [
-                BucketPlan(
-                    group.index, start, stop, Collective.ALL_REDUCE, result=(0, stop - start), shard_offset=start
+                _filled(
+                    BucketPlan(
+                        group.index, start, stop, Collective.ALL_REDUCE, result=(0, stop - start), shard_offset=start
+                    ),
+                    group,
                 )
                 for group in groups
                 for start, stop in cut(0, group.padded_numel, bucket_size)
@@ -209,10 +220,10 @@ class FlatPartition(ShardLayout):
         for group in groups:
             alignment = max(1, aligned_bytes // group.dtype.itemsize)
             _place(group, alignment, padding_multiple * world_size)
-            group.shard_numel = group.padded_numel // world_size
-            group.shard_start = rank * group.shard_numel
+            shard_numel = group.padded_numel // world_size
+            _own(group, rank * shard_numel, shard_numel)
         cut_group = self._scatter_buckets if reduce_scatter else self._all_reduce_buckets
-        self._set_buckets([bucket for group in groups for bucket in cut_group(group, bucket_size)])
+        self._set_buckets([_filled(bucket, group) for group in groups for bucket in cut_group(group, bucket_size)])
 
     def _scatter_buckets(self, group: FlatGroup, bucket_size: int) -> Iterator[BucketPlan]:
         shard = group.shard_numel
@@ -236,6 +247,107 @@ class FlatPartition(ShardLayout):
             yield bucket
 
 
+class PerParameter(ShardLayout):
+    """Stage 3: each parameter alone is padded to a multiple of ``world_size`` and cut into equal slices, one per rank.
+
+    A rank's shard of a group is its slices end to end. A bucket covers the same range of every rank's shard and lies in
+    the buffer as one row per rank, so that a reduce-scatter gives each rank its row. A parameter larger than a bucket
+    is cut within its slices.
+
+    Args:
+        bucket_size: most elements in one bucket.
+        reduce_scatter: reduce each row to its owner only; otherwise all-reduce the bucket and keep the own row.
+    """
+
+    def __init__(
+        self, groups: list[FlatGroup], rank: int, world_size: int, bucket_size: int, reduce_scatter: bool = True
+    ) -> None:
+        super().__init__(groups, rank, world_size)
+        self._collective = Collective.REDUCE_SCATTER if reduce_scatter else Collective.ALL_REDUCE
+        for group in groups:
+            self._place_slices(group)
+        width = max(1, bucket_size // world_size)
+        self._set_buckets(
+            [self._bucket(group, start, stop) for group in groups for start, stop in self._cuts(group, width)]
+        )
+
+    def _place_slices(self, group: FlatGroup) -> None:
+        position = 0
+        group.offsets, group.own = [], []
+        for record in group.records:
+            numel = slice_numel(record.numel, self.world_size)
+            begin = min(self.rank * numel, record.numel)
+            group.offsets.append(position)
+            group.own.append(OwnRange(begin, min(begin + numel, record.numel), position))
+            position += numel
+        group.numel = sum(record.numel for record in group.records)
+        group.shard_numel = position
+        group.shard_start = self.rank * position
+        group.padded_numel = self.world_size * position
+
+    def _cuts(self, group: FlatGroup, width: int) -> Iterator[tuple[int, int]]:
+        """Ranges of the shard for one bucket each: whole slices while they fit, a large slice in parts."""
+        start = stop = 0
+        for record in group.records:
+            numel = slice_numel(record.numel, self.world_size)
+            if stop > start and stop + numel - start > width:
+                yield start, stop
+                start = stop
+            stop += numel
+            while stop - start > width:
+                yield start, start + width
+                start += width
+        if stop > start:
+            yield start, stop
+
+    def _bucket(self, group: FlatGroup, start: int, stop: int) -> BucketPlan:
+        width = stop - start
+        own = (self.rank * width, (self.rank + 1) * width)
+        bucket = BucketPlan(group.index, 0, self.world_size * width, self._collective, result=own, shard_offset=start)
+        covered = 0
+        first = max(0, bisect_right(group.offsets, start) - 1)
+        last = bisect_left(group.offsets, stop)
+        for row in range(self.world_size):
+            for record, offset in zip(group.records[first:last], group.offsets[first:last]):
+                numel = slice_numel(record.numel, self.world_size)
+                begin, end = max(offset, start), min(offset + numel, stop)
+                # of the parameter: padding at the end of the last slices belongs to nobody
+                element = row * numel + begin - offset
+                end_element = min(row * numel + end - offset, record.numel)
+                if element >= end_element:
+                    continue
+                place = row * width + begin - start
+                if place > covered:
+                    bucket.gaps.append((covered, place))
+                bucket.pieces.append(Piece(record, element, end_element, place))
+                covered = place + end_element - element
+        if covered < bucket.numel:
+            bucket.gaps.append((covered, bucket.numel))
+        return bucket
+
+
+def slice_numel(numel: int, world_size: int) -> int:
+    """Elements of one rank's slice of a parameter that is partitioned alone."""
+    return -(-numel // world_size)
+
+
+def cut_groups(groups: Sequence[FlatGroup], world_size: int, slice_limit: int) -> list[FlatGroup]:
+    """Sub-groups: each group is cut where its slices per rank reach ``slice_limit`` elements."""
+    result: list[FlatGroup] = []
+    for group in groups:
+        records: list[ParameterRecord] = []
+        held = 0
+        for record in group.records:
+            records.append(record)
+            held += slice_numel(record.numel, world_size)
+            if held >= slice_limit:
+                result.append(FlatGroup(len(result), group.param_group, group.dtype, group.device, records))
+                records, held = [], 0
+        if records:
+            result.append(FlatGroup(len(result), group.param_group, group.dtype, group.device, records))
+    return result
+
+
 def cut(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
     """Consecutive ranges of at most ``size`` elements that cover ``[start, stop)``."""
     for begin in range(start, stop, size):
@@ -249,18 +361,27 @@ def _place(group: FlatGroup, alignment: int, multiple: int) -> None:
     for record in group.records:
         position = round_up(position, alignment)
         group.offsets.append(position)
-        position += record.parameter.numel()
+        position += record.numel
     group.numel = position
     group.padded_numel = round_up(position, multiple)
 
 
-def _fill_bucket(bucket: BucketPlan, group: FlatGroup) -> None:
+def _own(group: FlatGroup, start: int, numel: int) -> None:
+    """Give this rank elements ``[start, start + numel)`` of the group."""
+    group.shard_start, group.shard_numel = start, numel
+    group.own = []
+    for record, offset in zip(group.records, group.offsets):
+        begin, end = max(offset, start), min(offset + record.numel, start + numel)
+        group.own.append(OwnRange(begin - offset, end - offset, begin - start) if begin < end else OwnRange())
+
+
+def _filled(bucket: BucketPlan, group: FlatGroup) -> BucketPlan:
     """Find the pieces of parameters inside the bucket, and the gaps between them."""
     covered = bucket.start
     first = max(0, bisect_right(group.offsets, bucket.start) - 1)
     last = bisect_left(group.offsets, bucket.stop)
     for record, offset in zip(group.records[first:last], group.offsets[first:last]):
-        begin, end = max(offset, bucket.start), min(offset + record.parameter.numel(), bucket.stop)
+        begin, end = max(offset, bucket.start), min(offset + record.numel, bucket.stop)
         if begin >= end:
             continue
         bucket.pieces.append(Piece(record, begin - offset, end - offset, begin - bucket.start))
@@ -269,3 +390,4 @@ def _fill_bucket(bucket: BucketPlan, group: FlatGroup) -> None:
         covered = end
     if bucket.stop > covered:
         bucket.gaps.append((covered - bucket.start, bucket.stop - bucket.start))
+    return bucket

@@ -61,17 +61,22 @@ class ParameterRecord:
         parameter: a leaf that requires grad, with at least one element.
         name: for messages.
         index: position among all records; the same on every rank.
+        shape: of the gradient. A parameter that is partitioned at the moment does not show its own.
     """
 
     __slots__ = (
-        "parameter", "name", "index", "phase", "unmoved", "seen", "taken", "in_hand", "pieces", "pieces_left",
-        "to_land", "parked", "awaited", "fired_in_backward", "streams", "listener", "handle", "__weakref__",
+        "parameter", "name", "index", "shape", "numel", "phase", "unmoved", "seen", "taken", "in_hand", "pieces",
+        "pieces_left", "to_land", "parked", "awaited", "fired_in_backward", "streams", "listener", "handle", "__weakref__",
     )  # fmt: skip
 
-    def __init__(self, parameter: torch.nn.Parameter, name: str, index: int) -> None:
+    def __init__(
+        self, parameter: torch.nn.Parameter, name: str, index: int, shape: torch.Size | None = None
+    ) -> None:
         self.parameter = parameter
         self.name = name
         self.index = index
+        self.shape = parameter.shape if shape is None else shape
+        self.numel = self.shape.numel()
         self.phase = Phase.IDLE
         self.unmoved = 0  # contributions that lie in .grad
         self.seen = 0  # contributions of this window, by the hook

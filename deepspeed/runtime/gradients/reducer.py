@@ -356,10 +356,10 @@ class GradientReducer:
     def local_gradient(self, record: ParameterRecord) -> torch.Tensor:
         """This rank's own part of the window's gradient that no collective has taken: fp32, in the parameter's
         shape."""
-        full = torch.zeros(record.parameter.numel(), dtype=torch.float32, device=record.parameter.device)
+        full = torch.zeros(record.numel, dtype=torch.float32, device=record.parameter.device)
         for bucket in self._buckets_of[record.index]:
             bucket.add_local_to(full, record, self._unit())
-        return full.view(record.parameter.shape)
+        return full.view(record.shape)
 
     def synchronize(self) -> list[torch.Tensor]:
         """Before the optimizer's step: settle, check the accounts, and return this rank's shards of the true gradient.

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model's weights as views of flat tensors, and this rank's fp32 master slices of them."""
+"""This rank's fp32 master weights, and the model's weights that follow them: views of flat tensors, or shards."""
 
 import torch
 
 from deepspeed.runtime.gradients.layout import FlatGroup, ShardLayout, master_dtype
+from deepspeed.runtime.zero.sharded_parameter import ShardedParameter, shard_of
 
 
-class FlatWeights:
-    """One flat tensor per flat group, in the group's dtype, of which the parameters become views; and the masters.
+class MasterWeights:
+    """One master per flat group, laid out like this rank's shard of the group's gradient.
 
     Args:
         layout: where each parameter lies.
@@ -25,18 +26,12 @@ class FlatWeights:
             master.requires_grad_()
 
     def _flatten(self, group: FlatGroup) -> torch.Tensor:
-        flat = torch.zeros(group.padded_numel, dtype=group.dtype, device=group.device)
-        for record, offset in zip(group.records, group.offsets):
-            parameter = record.parameter
-            view = flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
-            view.copy_(parameter.data)
-            parameter.data = view
-        return flat
+        """Bring the group's weights into one tensor in the group's dtype."""
+        raise NotImplementedError
 
     def own_slice(self, index: int) -> torch.Tensor:
-        """This rank's slice of a flat tensor."""
-        group = self.layout.groups[index]
-        return self.flats[index].narrow(0, group.shard_start, group.shard_numel)
+        """This rank's part of the weights of a group."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def write_own_slices(self) -> None:
@@ -51,5 +46,39 @@ class FlatWeights:
             master.copy_(self.own_slice(index))
 
     def release(self) -> None:
-        """Free the masters; the parameters keep their flat tensors."""
+        """Free the masters; the parameters keep their weights."""
         self.masters = []
+
+
+class FlatWeights(MasterWeights):
+    """Stages 1 and 2: every rank has all weights; the parameters become views of one flat tensor per flat group."""
+
+    def _flatten(self, group: FlatGroup) -> torch.Tensor:
+        flat = torch.zeros(group.padded_numel, dtype=group.dtype, device=group.device)
+        for record, offset in zip(group.records, group.offsets):
+            view = flat.narrow(0, offset, record.numel).view(record.shape)
+            view.copy_(record.parameter.data)
+            record.parameter.data = view
+        return flat
+
+    def own_slice(self, index: int) -> torch.Tensor:
+        group = self.layout.groups[index]
+        return self.flats[index].narrow(0, group.shard_start, group.shard_numel)
+
+
+class ShardWeights(MasterWeights):
+    """Stage 3: a rank has its shards alone; those of a flat group become views of one flat tensor."""
+
+    def _flatten(self, group: FlatGroup) -> torch.Tensor:
+        flat = torch.zeros(group.shard_numel, dtype=group.dtype, device=group.device)
+        for record, own in zip(group.records, group.own):
+            shard = shard_of(record.parameter)
+            shard.move_shard(flat.narrow(0, own.shard_begin, shard.slice_numel))
+        return flat
+
+    def own_slice(self, index: int) -> torch.Tensor:
+        return self.flats[index]
+
+    def shards(self) -> list[ShardedParameter]:
+        """All parameters that have masters."""
+        return [shard_of(record.parameter) for group in self.layout.groups for record in group.records]

@@ -10,23 +10,22 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.comm.control import ControlChannel
-from deepspeed.runtime.base_optimizer import ZeROOptimizer, make_records
+from deepspeed.runtime.base_optimizer import make_records
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.gradients import collectives
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.gradients.layout import FlatPartition, make_flat_groups, records_in_model_order, round_robin
 from deepspeed.runtime.gradients.ledger import Ledger
 from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
-from deepspeed.runtime.parameter_handover import replace_parameters
 from deepspeed.runtime.zero.flat_weights import FlatWeights
+from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer, refuse_unbuilt
 from deepspeed.runtime.zero.stage_1_and_2_surface import PartitionedOptimizerSurface
-from deepspeed.utils.tensor_fragment import link_parameters, unlink_parameters
 
 PADDING_PER_RANK = 2  # a slice is a multiple of so many elements
 ALIGNED_BYTES = 16  # with parameter_alignment
 
 
-class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, ZeROOptimizer):
+class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
     """Partitions optimizer state, and with ``partition_grads`` gradients, in contiguous slices of each parameter group.
 
     The model's weights become views of one flat tensor per group and dtype. The inner optimizer sees one flat fp32
@@ -85,7 +84,8 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, ZeROOptimizer):
         schedule: AccumulationSchedule | None = None,
         allgather_partitions: bool = True,
     ) -> None:
-        _refuse_unbuilt(
+        refuse_unbuilt(
+            "stages 1 and 2",
             offload_optimizer=offload_optimizer_config is not None,
             zenflow=zenflow_config is not None,
             moe_layers=has_moe_layers,
@@ -141,30 +141,7 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, ZeROOptimizer):
         self.gradient_accumulation_dtype = gradient_accumulation_dtype
         self.allgather_partitions = allgather_partitions
         self.allgather_bucket_size = allgather_bucket_size
-        self.weights = FlatWeights(layout)
-        link_parameters(self)
-        masters_of = [
-            [self.weights.masters[g.index] for g in flat_groups if g.param_group == index]
-            for index in range(len(init_optimizer.param_groups))
-        ]
-        replace_parameters(init_optimizer, masters_of)
-
-    def create_gradient_handling_hooks(self) -> list[torch.utils.hooks.RemovableHandle]:
-        """The post-accumulate-grad hooks through which every contribution is seen, one per trainable parameter.
-
-        They are registered when the optimizer is made; each takes note of a firing and decides nothing else.
-        """
-        return [record.handle for record in self.reducer.ledger.records]
-
-    @torch.no_grad()
-    def _update(self, shards: list[torch.Tensor]) -> None:
-        masters = self.weights.masters
-        for master, shard in zip(masters, shards):
-            master.grad = shard if shard.dtype == master.dtype else shard.to(master.dtype)
-        self.optimizer.step()
-        for master in masters:
-            master.grad = None
-        self.update_lp_params()
+        self._take_over(FlatWeights(layout))
 
     @torch.no_grad()
     def update_lp_params(self) -> None:
@@ -177,25 +154,5 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, ZeROOptimizer):
                 )
             else:
                 collectives.broadcast_slices(flat, self.dp_process_group)
-
-    def refresh_fp32_params(self) -> None:
-        """Take the master weights from the model's weights, after these were loaded."""
-        self.weights.read_own_slices()
-
-    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Reduce everything pending now. Collective."""
-        if pipeline_parallel:
-            raise NotImplementedError("pipeline parallelism is not built")
-        self.reducer.settle()
-
-    def destroy(self) -> None:
-        """Remove hooks and free buffers, masters and links from parameters; the model keeps its weights."""
-        super().destroy()
-        unlink_parameters(self)
-        self.weights.release()
-
-
-def _refuse_unbuilt(**requested: bool) -> None:
-    for feature, wanted in requested.items():
-        if wanted:
-            raise NotImplementedError(f"{feature} is not built for ZeRO stages 1 and 2")
+        for record in self.reducer.ledger.records:
+            torch.autograd.graph.increment_version(record.parameter)  # graphs that saved the old values are stale

@@ -17,16 +17,6 @@ class PartitionedOptimizerSurface:
 
     # ---------------------------------------------------- for the accessors of deepspeed.utils
 
-    def own_master(self, link: ParameterLink) -> torch.Tensor:
-        return link.own_part(self.weights.masters[link.group.index].data)
-
-    def own_state(self, link: ParameterLink, state: torch.Tensor) -> torch.Tensor:
-        return link.own_part(state)
-
-    def state_owner(self, link: ParameterLink) -> torch.Tensor:
-        """The tensor whose optimizer state holds this parameter's."""
-        return self.weights.masters[link.group.index]
-
     def add_fragment(self, link: ParameterLink) -> None:
         """Set ``_hp_mapping``: what this rank owns of the parameter, None when that is nothing."""
         numel = link.end - link.begin

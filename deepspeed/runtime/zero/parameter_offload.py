@@ -1,0 +1,516 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks that give each module its whole weights while it runs, and take them back.
+
+Forward: a hook before and one after each module that owns parameters. Backward: a graph keeps the place of a weight
+instead of its memory (``saved_tensors_hooks``), so that what backward needs is known exactly; a hook in front of the
+nodes that made a module's outputs gathers it in time, and a saved weight that nobody gathered in time is gathered when
+autograd asks for it. So no graph can meet a weight that is not there.
+"""
+
+import dataclasses
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.runtime.gradients import autograd_internals as autograd
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, make_secondary
+from deepspeed.runtime.zero.sharded_parameter import (
+    NOT_AVAILABLE,
+    ShardedParameter,
+    ShardRanks,
+    gather_now,
+    pack_weight,
+    ranks_of,
+    shard_of,
+    shards_of,
+    start_gathers,
+    unpack_weight,
+)
+from deepspeed.utils import groups
+
+EXTERNAL = "_external_params"
+UNIT = "_ds_unit"
+FWD_MODULE_STACK: list[torch.nn.Module] = []  # modules of any engine that run forward now, innermost last
+
+_module_ids = itertools.count()
+_weights_by_place = torch.autograd.graph.saved_tensors_hooks(pack_weight, unpack_weight)
+
+
+class ZeROOrderedDict(OrderedDict):
+    """Parameters of a module. Asking for a partitioned one while a module runs gathers it for that module.
+
+    Args:
+        parent_module: whose parameters these are.
+    """
+
+    def __init__(self, parent_module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._parent_module = parent_module
+
+    def __getitem__(self, key: str) -> Any:
+        parameter = super().__getitem__(key)
+        if FWD_MODULE_STACK:
+            shard = shard_of(parameter)
+            if shard is not None and shard.full is None:
+                _user_of(shard).use_external(shard)
+        return parameter
+
+    # OrderedDict's own go through __getitem__, and listing parameters must gather nothing
+    def items(self) -> Any:
+        return dict.items(self)
+
+    def values(self) -> Any:
+        return dict.values(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OrderedDict:
+        import copy
+
+        return OrderedDict((key, copy.deepcopy(value, memo)) for key, value in self.items())
+
+    def __reduce__(self) -> Any:
+        return (OrderedDict, (list(self.items()),))
+
+
+def ensure_zero_ordered_dict(module: torch.nn.Module) -> None:
+    """Let ``module`` keep its parameters in a ``ZeROOrderedDict``."""
+    if not isinstance(module._parameters, ZeROOrderedDict):
+        module._parameters = ZeROOrderedDict(module, module._parameters)
+
+
+def _user_of(shard: ShardedParameter) -> "ModuleUnit":
+    """The innermost running module of the engine that the parameter belongs to, else the innermost of any."""
+    for module in reversed(FWD_MODULE_STACK):
+        unit = module._ds_unit
+        if unit.offload.coordinator is shard.coordinator:
+            return unit
+    return FWD_MODULE_STACK[-1]._ds_unit
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a nested structure of tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list, set)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, item.name))
+
+
+class _Frame:
+    """One running call of a module."""
+
+    __slots__ = ("place", "hooked", "fetched")
+
+    def __init__(self) -> None:
+        self.place: int | None = None  # in the learnt order
+        self.hooked = False  # whether it set the hooks for saved tensors
+        self.fetched: list[ShardedParameter] = []
+
+
+class ModuleUnit:
+    """One module whose parameters are gathered together, with its hooks.
+
+    Args:
+        offload: the owner.
+        module: whose forward is watched.
+        whole: it includes everything below it: parameters of all descendants are gathered with it, in backward too,
+            whatever runs inside. So ranks may do different things there.
+    """
+
+    def __init__(self, offload: "DeepSpeedZeRoOffload", module: torch.nn.Module, whole: bool) -> None:
+        self.offload: DeepSpeedZeRoOffload | None = offload
+        self.module = module
+        self.whole = whole
+        self.shards: list[ShardedParameter] = []
+        self._unhooked = False  # whether it ever ran where saved weights could not be watched
+        self._frames: list[_Frame] = []
+        self.collect()
+
+    def collect(self) -> None:
+        """Find the parameters: own ones, and those registered as used by this module."""
+        own = shards_of(self.module.parameters(recurse=self.whole))
+        external = shards_of(getattr(self.module, EXTERNAL, {}).values())
+        self.shards = own + [shard for shard in external if shard not in own]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleUnit":
+        """A copied module is an ordinary one: its hooks do nothing."""
+        copied = object.__new__(ModuleUnit)
+        copied.offload = None
+        return copied
+
+    def __reduce__(self) -> Any:
+        return (_idle_unit, ())
+
+    def needed_in_backward(self) -> list[ShardedParameter]:
+        """Parameters whose values a graph will ask for."""
+        if self.whole or self._unhooked:
+            return self.shards
+        return [shard for shard in self.shards if shard.saved and not shard.persistent]
+
+    def resident(self) -> bool:
+        """Whether all parameters stay whole anyway."""
+        return all(shard.persistent and shard.full is not None for shard in self.shards)
+
+    # ------------------------------------------------------------------ forward
+
+    def before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any = None) -> None:
+        """Forward pre-hook."""
+        if self.offload is None:
+            return
+        coordinator = self.offload.coordinator
+        grad = torch.is_grad_enabled()
+        if not FWD_MODULE_STACK:
+            coordinator.begin_forward(inference=not grad)
+        FWD_MODULE_STACK.append(module)
+        frame = _Frame()
+        self._frames.append(frame)
+        if self.resident():
+            return
+        frame.fetched = list(self.shards)
+        frame.place = coordinator.fetch_forward(module, frame.fetched)
+        if grad:
+            frame.hooked = self._watch_saved()
+            if self.whole:
+                self._watch_inputs((args, kwargs))
+
+    def _watch_saved(self) -> bool:
+        """Let graphs keep places of weights; True when this call has set the hooks."""
+        if not autograd.saved_tensors_hooks_are_allowed():
+            self._unhooked = True
+            return False
+        if autograd.top_saved_tensors_hooks() is not None:
+            return False  # ours already, or a checkpoint's, which keeps what it needs itself
+        _weights_by_place.__enter__()
+        return True
+
+    def after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """Forward hook, called also after an exception, with None for the output."""
+        if self.offload is None or not FWD_MODULE_STACK or FWD_MODULE_STACK[-1] is not module:
+            return
+        FWD_MODULE_STACK.pop()
+        frame = self._frames.pop()
+        if frame.hooked:
+            _weights_by_place.__exit__()
+        if frame.fetched:
+            self._watch_outputs(output)
+            if not self._frames:  # a module that calls itself is done with the outermost call
+                self.offload.coordinator.release_forward(module, frame.fetched, frame.place)
+        if not FWD_MODULE_STACK:
+            self.offload.coordinator.end_forward()
+
+    def use_external(self, shard: ShardedParameter) -> None:
+        """The running module uses a parameter of another one: gather it, and with this module from now on."""
+        name_external(self.module, shard.parameter)
+        if shard not in self.shards:
+            self.shards.append(shard)
+        frame = self._frames[-1]
+        frame.fetched.append(shard)
+        self.offload.coordinator.fetch_external(self.module, shard)
+        if torch.is_grad_enabled() and not frame.hooked:
+            frame.hooked = self._watch_saved()
+
+    # ------------------------------------------------------------------ backward
+
+    def _watch_outputs(self, output: Any) -> None:
+        grad = torch.is_grad_enabled()
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                if grad:
+                    tensor.grad_fn.register_prehook(self.before_backward)
+            elif shard_of(tensor) is not None and FWD_MODULE_STACK:
+                # the module hands out a parameter itself: whoever called it uses it
+                _user_of(shard_of(tensor)).use_external(shard_of(tensor))
+
+    def before_backward(self, _: Any) -> None:
+        """Prehook of the nodes that made this module's outputs."""
+        if self.offload is None:
+            return
+        shards = self.needed_in_backward()
+        coordinator = self.offload.coordinator
+        coordinator.fetch_backward(self.module, shards)
+        if self.whole:
+            coordinator.hold_in_backward(shards, -1 - self.module.ds_id)
+
+    def _watch_inputs(self, inputs: Any) -> None:
+        """Notice when backward has left this call of the module."""
+        nodes = {tensor.grad_fn for tensor in tensors_in(inputs) if tensor.grad_fn is not None}
+        left = [len(nodes)]
+
+        def reached(_: Any) -> None:
+            left[0] -= 1
+            if left[0] == 0 and self.offload is not None:
+                self.offload.coordinator.release_from_backward(self.shards, -1 - self.module.ds_id)
+
+        for node in nodes:
+            node.register_prehook(reached)
+
+
+def _idle_unit() -> ModuleUnit:
+    return ModuleUnit.__deepcopy__(None, {})
+
+
+def name_external(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Note that ``module`` uses ``parameter`` of another module."""
+    if EXTERNAL not in module.__dict__:
+        setattr(module, EXTERNAL, {})
+    getattr(module, EXTERNAL)[id(parameter)] = parameter
+
+
+class _GradientGuard:
+    """Hooks of one parameter for the moments in which autograd adds to its gradient."""
+
+    def __init__(self, shard: ShardedParameter) -> None:
+        self._shard = shard
+        parameter = shard.parameter
+        self.handles = [
+            parameter.register_hook(self.before),
+            parameter.register_post_accumulate_grad_hook(self.after),
+        ]
+
+    def before(self, gradient: torch.Tensor) -> None:
+        """autograd compares a gradient with the parameter, which may be hidden by now."""
+        shard = self._shard
+        if gradient.shape != shard.shape:
+            raise RuntimeError(
+                f"parameter {shard.name} was used while it was partitioned (gradient of shape {tuple(gradient.shape)}"
+                f" instead of {tuple(shard.shape)}), so the result is wrong. Use it inside the forward of a module, or"
+                " under deepspeed.zero.GatheredParameters"
+            )
+        if shard.full is None:
+            shard.stand_in()
+
+    def after(self, parameter: torch.nn.Parameter) -> None:
+        """Every node that used the parameter in this graph has run."""
+        shard = self._shard
+        if shard.full is None:
+            if shard.gather is None:
+                shard.hide()
+        elif shard.saved == 0 and shard.coordinator is not None:
+            shard.coordinator.release_if_free(shard)
+
+
+class DeepSpeedZeRoOffload:
+    """Gathers the weights of a partitioned model around its modules. Also what stage 3 without an optimizer steps with.
+
+    Args:
+        module: all of whose parameters are partitioned over the same ranks.
+        prefetch_bucket_size, max_reuse_distance, max_live_parameters: see ``PartitionedParameterCoordinator``.
+        param_persistence_threshold: parameters of at most so many elements stay whole once they were gathered,
+        model_persistence_threshold: up to so many elements together.
+        dp_process_group: ranks that the parameters are partitioned over.
+        zero_hpz_partition_size: backward gathers among groups of so many consecutive ranks.
+        zero_module_granularity_threshold: modules with fewer elements per descendant are gathered as a whole.
+        use_all_reduce_for_fetch_params: gather by summing with zeros.
+        allgather_sequential: one parameter after the other.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        timers: Any = None,
+        ds_config: Any = None,
+        zenflow: bool = False,
+        overlap_comm: bool = True,
+        prefetch_bucket_size: int = 50_000_000,
+        max_reuse_distance: int = 1_000_000_000,
+        max_live_parameters: int = 1_000_000_000,
+        param_persistence_threshold: int = 100_000,
+        model_persistence_threshold: int = 2**63 - 1,
+        dp_process_group: Any = None,
+        offload_param_config: Any = None,
+        mpu: Any = None,
+        zero_hpz_partition_size: int = 1,
+        zero_module_granularity_threshold: int = 0,
+        use_all_reduce_for_fetch_params: bool = False,
+        allgather_sequential: bool = False,
+    ) -> None:
+        if offload_param_config is not None or zenflow:
+            raise NotImplementedError("parameter offload and ZenFlow are not built")
+        self.module = module
+        self.granularity_threshold = zero_module_granularity_threshold
+        secondary = 1 < zero_hpz_partition_size < dist.get_world_size()
+        self.coordinator = PartitionedParameterCoordinator(
+            prefetch_bucket_size, max_reuse_distance, max_live_parameters, secondary
+        )
+        self.shards = shards_of(module.parameters())
+        for name, parameter in module.named_parameters():
+            shard_of(parameter).name = repr(name)
+        for ranks in {shard.ranks: None for shard in self.shards}:
+            ranks.by_all_reduce = use_all_reduce_for_fetch_params
+            ranks.one_by_one = allgather_sequential
+        if secondary:
+            make_secondary(self.shards, _secondary_ranks(zero_hpz_partition_size))
+        self.persistent_parameters = self.mark_persistent_parameters(
+            param_persistence_threshold, model_persistence_threshold
+        )
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        self._guards: list[_GradientGuard] = []
+        self.setup_zero_stage3_hooks()
+
+    @property
+    def param_coordinator(self) -> PartitionedParameterCoordinator:
+        return self.coordinator
+
+    def get_param_coordinator(self) -> PartitionedParameterCoordinator:
+        return self.coordinator
+
+    def mark_persistent_parameters(self, param_threshold: int, model_threshold: int) -> list[torch.nn.Parameter]:
+        """Choose the parameters that stay whole; returns them."""
+        chosen = []
+        total = 0
+        for shard in self.shards:
+            shard.persistent = shard.numel <= param_threshold and total + shard.numel <= model_threshold
+            shard.parameter.ds_persist = shard.persistent
+            if shard.persistent:
+                total += shard.numel
+                chosen.append(shard.parameter)
+        return chosen
+
+    # ------------------------------------------------------------------ hooks
+
+    def setup_zero_stage3_hooks(self) -> None:
+        """Put the hooks on every module and parameter."""
+        for shard in self.shards:
+            shard.coordinator = self.coordinator
+            if shard.parameter.requires_grad:
+                self._guards.append(_GradientGuard(shard))
+        for module in self.module.modules():
+            ensure_zero_ordered_dict(module)
+        self._register_deepspeed_module(self.module)
+
+    def _register_deepspeed_module(self, module: torch.nn.Module, count: Any = None) -> None:
+        """Put the forward hooks on a module and its descendants."""
+        seen: set[torch.nn.Module] = set()
+        waiting = [module]
+        while waiting:
+            module = waiting.pop()
+            if module in seen:
+                continue
+            seen.add(module)
+            whole = is_leaf_unit(module, self.granularity_threshold)
+            self._put_hooks(module, whole)
+            if not whole:
+                waiting.extend(module.children())
+
+    def _knows(self, module: torch.nn.Module) -> bool:
+        unit = module.__dict__.get(UNIT)
+        return unit is not None and unit.offload is self
+
+    def _put_hooks(self, module: torch.nn.Module, whole: bool) -> None:
+        module.ds_id = next(_module_ids)
+        unit = ModuleUnit(self, module, whole)
+        module._ds_unit = unit
+        if unit.shards or module is self.module or runs_own_code(module):
+            self.forward_hooks += [
+                module.register_forward_pre_hook(unit.before_forward, with_kwargs=whole),
+                module.register_forward_hook(unit.after_forward, always_call=True),
+            ]
+
+    # ------------------------------------------------------------------ whole weights
+
+    def partition_all_parameters(self) -> None:
+        """Let go of every whole weight, persistent ones too."""
+        self.coordinator.release_and_reset_all(self.module)
+        for shard in self.shards:
+            if shard.full is not None and not shard.held:
+                shard.hide()
+
+    def weights_written(self, shards: list[ShardedParameter]) -> None:
+        """``shards`` were updated: their whole values are stale. Collective."""
+        self.coordinator.end_iteration()
+        held = [shard.name for shard in self.shards if shard.held]
+        if held:
+            raise RuntimeError(
+                f"the weights were updated inside GatheredParameters, which holds {held[:4]}; leave the context first"
+            )
+        stale = []
+        for shard in shards:
+            shard.written()
+            if shard.full is not None and shard.ranks.world_size > 1:
+                shard.hide()
+                if shard.persistent:
+                    stale.append(shard)
+        for gather in start_gathers(stale):
+            gather.wait()
+
+    def release_backward_leftovers(self) -> None:
+        """End the iteration: let go of what was gathered and not used."""
+        self.coordinator.end_iteration()
+
+    def empty_partition_cache(self) -> None:
+        """Let go of every whole weight."""
+        self.partition_all_parameters()
+
+    def gather_all(self) -> None:
+        """Make every weight whole. Collective."""
+        gather_now(self.shards)
+
+    def destroy(self) -> None:
+        """Remove the hooks; the parameters stay partitioned."""
+        self.coordinator.release_and_reset_all(self.module)
+        self.remove_hooks()
+
+    def remove_hooks(self) -> None:
+        for handle in itertools.chain(self.forward_hooks, *(guard.handles for guard in self._guards)):
+            handle.remove()
+        self.forward_hooks, self._guards = [], []
+        for shard in self.shards:
+            if shard.coordinator is self.coordinator:
+                shard.coordinator = None
+        for module in self.module.modules():
+            if isinstance(module._parameters, ZeROOrderedDict):
+                module._parameters = dict(module._parameters.items())
+            if self._knows(module):
+                module._ds_unit.offload = None
+
+    # ------------------------------------------------------------------ as an optimizer that has nothing to step
+
+    def pre_sub_module_forward_function(self, sub_module: torch.nn.Module) -> None:
+        """Gather what a module needs."""
+        gather_now(sub_module._ds_unit.shards)
+
+    def post_sub_module_forward_function(self, sub_module: torch.nn.Module) -> None:
+        """Let go of what a module needed."""
+        for shard in sub_module._ds_unit.shards:
+            if shard.free and shard.full is not None:
+                self.coordinator.forget(shard)
+                shard.hide()
+
+    pre_sub_module_backward_function = pre_sub_module_forward_function
+    post_sub_module_backward_function = post_sub_module_forward_function
+
+
+def _secondary_ranks(size: int) -> ShardRanks:
+    groups._create_zero_param_parallel_group(size)
+    return ranks_of(groups._get_zero_param_intra_parallel_group())
+
+
+def is_leaf_unit(module: torch.nn.Module, granularity_threshold: int) -> bool:
+    """Whether a module is gathered with everything below it: marked so, or finer than the threshold."""
+    if getattr(module, "_z3_leaf", False):
+        return True
+    if granularity_threshold <= 0:
+        return False
+    descendants = sum(1 for _ in module.modules()) - 1
+    numel = sum(shard.numel for shard in shards_of(module.parameters()))
+    return descendants > 0 and numel > 0 and numel / (1 + descendants) < granularity_threshold
+
+
+def runs_own_code(module: torch.nn.Module) -> bool:
+    """Whether a module without parameters may use those of others in its forward."""
+    return not type(module).__module__.startswith("torch.nn.")
+
+
+def hidden(shards: list[ShardedParameter]) -> list[ShardedParameter]:
+    """Those of ``shards`` that are not gathered."""
+    return [shard for shard in shards if shard.parameter.ds_status is NOT_AVAILABLE]

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ZeRO stages 1, 2 and 3 share: the inner optimizer steps on this rank's flat fp32 masters."""
+
+from typing import Any
+
+import torch
+
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.parameter_handover import replace_parameters
+from deepspeed.runtime.zero.flat_weights import MasterWeights
+from deepspeed.utils.tensor_fragment import ParameterLink, link_parameters, unlink_parameters
+
+
+class PartitionedOptimizer(ZeROOptimizer):
+    """One flat master per flat group in place of the model's parameters."""
+
+    weights: MasterWeights
+
+    def _take_over(self, weights: MasterWeights) -> None:
+        """Step on ``weights`` from now on."""
+        self.weights = weights
+        link_parameters(self)
+        groups = self.reducer.layout.groups
+        replace_parameters(
+            self.optimizer,
+            [
+                [weights.masters[group.index] for group in groups if group.param_group == index]
+                for index in range(len(self.optimizer.param_groups))
+            ],
+        )
+
+    def create_gradient_handling_hooks(self) -> list[torch.utils.hooks.RemovableHandle]:
+        """The post-accumulate-grad hooks through which every contribution is seen, one per trainable parameter.
+
+        They are registered when the optimizer is made; each takes note of a firing and decides nothing else.
+        """
+        return [record.handle for record in self.reducer.ledger.records]
+
+    @torch.no_grad()
+    def _update(self, shards: list[torch.Tensor]) -> None:
+        masters = self.weights.masters
+        for master, shard in zip(masters, shards):
+            master.grad = shard if shard.dtype == master.dtype else shard.to(master.dtype)
+        self.optimizer.step()
+        for master in masters:
+            master.grad = None
+        self.update_lp_params()
+
+    def update_lp_params(self) -> None:
+        """Round this rank's master weights into the model's weights, and bring everyone's up to date. Collective."""
+        raise NotImplementedError
+
+    def refresh_fp32_params(self) -> None:
+        """Take the master weights from the model's weights, after these were loaded."""
+        self.weights.read_own_slices()
+
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """Reduce everything pending now. Collective."""
+        if pipeline_parallel:
+            raise NotImplementedError("pipeline parallelism is not built")
+        self.reducer.settle()
+
+    def destroy(self) -> None:
+        """Remove hooks and free buffers, masters and links from parameters; the model keeps its weights."""
+        super().destroy()
+        unlink_parameters(self)
+        self.weights.release()
+
+    # ------------------------------------------------------------------ for the accessors of deepspeed.utils
+
+    def own_master(self, link: ParameterLink) -> torch.Tensor:
+        return link.own_part(self.weights.masters[link.group.index].data)
+
+    def own_state(self, link: ParameterLink, state: torch.Tensor) -> torch.Tensor:
+        return link.own_part(state)
+
+    def state_owner(self, link: ParameterLink) -> torch.Tensor:
+        """The tensor whose optimizer state holds this parameter's."""
+        return self.weights.masters[link.group.index]
+
+    def add_fragment(self, link: ParameterLink) -> None:
+        """Set what outside code reads of a parameter's part."""
+
+
+def refuse_unbuilt(stages: str, **requested: Any) -> None:
+    """NotImplementedError for the first feature that is asked for."""
+    for feature, wanted in requested.items():
+        if wanted:
+            raise NotImplementedError(f"{feature} is not built for ZeRO {stages}")

@@ -1,0 +1,535 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One parameter that is partitioned alone over the ranks (ZeRO-3): its shard, and its whole value while it is gathered.
+
+A parameter of ``numel`` elements is padded to a multiple of the ranks; rank ``r`` holds elements
+``[r * n, (r + 1) * n)``, ``n = ceil(numel / ranks)``, in ``parameter.ds_tensor``. While it is not gathered its
+``.data`` is an empty tensor. Gathering gives ``.data`` whole values in memory that releasing lets go of; whoever still holds a
+view of that memory keeps it, so a release never pulls values away from under a reader.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from enum import Enum
+from typing import Any
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.runtime.gradients import autograd_internals as autograd
+from deepspeed.runtime.gradients import collectives
+from deepspeed.runtime.gradients.layout import slice_numel
+from deepspeed.runtime.gradients.streams import HostOrder, order_for
+from deepspeed.utils import groups
+
+ATTRIBUTE = "_ds_shard"
+LARGE = 1 << 18  # elements from which a parameter gets a collective of its own, without a copy out of a joint buffer
+RECENT = 64
+DIGEST_BITS = (1 << 62) - 1
+
+
+class ZeroParamType(Enum):
+    """How a parameter is stored."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(Enum):
+    """Whether the whole value is there."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class PartitionedParamStatus(Enum):
+    """Whether a shard is in memory."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+AVAILABLE, NOT_AVAILABLE, INFLIGHT = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.INFLIGHT
+
+# Whole values by the address of their first element: tells whether a tensor is (a view of) a gathered parameter.
+GATHERED: dict[int, "ShardedParameter"] = {}
+
+
+class ShardRanks:
+    """The ranks that parameters are cut over: their process group, and the record of what they gathered.
+
+    Ranks must gather the same parameters in the same order. Backends do not check it: gathers of equal size that met by
+    mistake would mix weights in silence. ``count`` and ``digest`` stand for the order so far and are compared by
+    ``check_order``.
+
+    Args:
+        group: data-parallel process group. Gathers travel on a clone of it, since gradients may be reduced before a
+            gather on one rank and after it on another.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.data_parallel_group = group
+        self.group = groups._get_gather_group(group)
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.by_all_reduce = False  # stage3_use_all_reduce_for_fetch_params
+        self.one_by_one = False  # stage3_allgather_sequential
+        self.count = 0
+        self.digest = 0
+        self.recent: deque[tuple[int, list[ShardedParameter]]] = deque(maxlen=RECENT)
+        self._orders: dict[torch.device, HostOrder] = {}
+
+    def order(self, device: torch.device) -> HostOrder:
+        """The side stream of gathers on a device."""
+        if device not in self._orders:
+            self._orders[device] = order_for(device)
+        return self._orders[device]
+
+    def note(self, shards: "list[ShardedParameter]") -> None:
+        """Enter a gather into the record."""
+        self.count += 1
+        digest = self.digest
+        for shard in shards:
+            digest = (digest * 1000003 + shard.parameter.ds_id + 1) & DIGEST_BITS
+        self.digest = digest
+        self.recent.append((self.count, shards))
+
+    def describe_recent(self) -> list[tuple[int, list[str]]]:
+        """Number and parameter names of the last gathers, oldest first."""
+        return [(count, [shard.name for shard in shards]) for count, shards in self.recent]
+
+    def check_order(self, channel: Any) -> None:
+        """Compare the order of gathers with the other ranks'. Collective, on the host.
+
+        Raises:
+            RuntimeError: on every rank, when ranks gathered different parameters; names the first difference known.
+        """
+        if self.world_size == 1:
+            return
+        mine = [self.count, -self.count, self.digest, -self.digest]
+        most, minus_least, high, minus_low = channel.all_reduce_max(mine, "whether ranks gathered the same weights")
+        if most == -minus_least and high == -minus_low:
+            return
+        everyone = channel.gather(self.describe_recent(), "which weights each rank gathered")
+        raise RuntimeError(
+            "ZeRO-3: ranks ran different modules, so that weights of one were gathered where another gathered others; "
+            f"what was computed since the last step is unusable. {first_difference(everyone)}. Every rank must run the"
+            " same modules in the same order: give a rank without data for a module an input of zeros, or mark the"
+            " module around the choice with deepspeed.utils.set_z3_leaf_modules"
+        )
+
+
+def first_difference(everyone: Sequence[list[tuple[int, list[str]]]]) -> str:
+    """Where the gathers of ranks part, from the tails of their records."""
+    numbers = sorted({number for record in everyone for number, _ in record})
+    by_rank = [dict(record) for record in everyone]
+    for number in numbers:
+        names = [record.get(number) for record in by_rank]
+        if any(name != names[0] for name in names):
+            told = "; ".join(
+                f"rank {rank}: {'nothing' if name is None else ', '.join(name[:4])}" for rank, name in enumerate(names)
+            )
+            return f"The first difference on record is gather number {number}: {told}"
+    return "The difference lies before the last gathers on record"
+
+
+_ranks: "weakref.WeakKeyDictionary[Any, ShardRanks]" = weakref.WeakKeyDictionary()
+
+
+def ranks_of(group: Any) -> ShardRanks:
+    """The ``ShardRanks`` of a process group. The first call for a group is a collective of its members."""
+    if group not in _ranks:
+        _ranks[group] = ShardRanks(group)
+    return _ranks[group]
+
+
+class ShardedParameter:
+    """State of one partitioned parameter on this rank.
+
+    Args:
+        parameter: holds its whole value, the same on every rank of ``ranks``.
+        ranks: whom it is cut over.
+        shard_device: where the shard is kept; None for the parameter's own device.
+    """
+
+    __slots__ = (
+        "parameter", "ranks", "shape", "numel", "slice_numel", "dtype", "device", "name", "full", "gather", "held",
+        "saved", "version", "persistent", "ahead", "secondary", "coordinator", "__weakref__",
+    )  # fmt: skip
+
+    def __init__(
+        self, parameter: torch.nn.Parameter, ranks: ShardRanks, shard_device: torch.device | None = None
+    ) -> None:
+        self.parameter = parameter
+        self.ranks = ranks
+        self.shape = parameter.shape
+        self.numel = parameter.numel()
+        self.slice_numel = slice_numel(self.numel, ranks.world_size)
+        self.dtype = parameter.dtype
+        self.device = parameter.device
+        self.name = f"of shape {tuple(self.shape)}"
+        self.full: torch.Tensor | None = None  # 1-D, padded; while gathered
+        self.gather: Gather | None = None  # while under way
+        self.held = 0  # GatheredParameters contexts that hold the whole value
+        self.saved = 0  # uses in graphs whose backward has not come by yet
+        self.version = 0  # of the values; grows with each write
+        self.persistent = False
+        self.ahead = False  # gathered before anybody asked
+        self.secondary: SecondaryShard | None = None
+        self.coordinator: Any = None  # of the engine that gathers it; None outside of one
+        shard = torch.zeros(self.slice_numel, dtype=self.dtype, device=shard_device or self.device)
+        own = self.own_slice(parameter.data.reshape(-1))
+        shard[: own.numel()].copy_(own)
+        parameter.ds_tensor = describe_shard(shard, self.slice_numel)
+
+    # ------------------------------------------------------------------ what belongs to this rank
+
+    @property
+    def shard(self) -> torch.Tensor:
+        return self.parameter.ds_tensor
+
+    @property
+    def begin(self) -> int:
+        """First own element."""
+        return min(self.ranks.rank * self.slice_numel, self.numel)
+
+    @property
+    def end(self) -> int:
+        return min(self.begin + self.slice_numel, self.numel)
+
+    def own_slice(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of a 1-D tensor over all elements."""
+        return flat[self.begin : self.end]
+
+    @torch.no_grad()
+    def move_shard(self, target: torch.Tensor) -> None:
+        """Keep the shard in ``target`` from now on, 1-D with ``slice_numel`` elements, in whatever dtype that has."""
+        target.copy_(self.shard)
+        self.dtype = target.dtype
+        self.device = target.device
+        self.parameter.ds_tensor = describe_shard(target, self.slice_numel)
+
+    @torch.no_grad()
+    def write(self, whole: torch.Tensor) -> None:
+        """Take new values, the same on every rank, in the parameter's shape. No communication.
+
+        Raises:
+            ValueError: another shape.
+        """
+        if whole.shape != self.shape:
+            raise ValueError(
+                f"parameter {self.name} has shape {tuple(self.shape)}, the value to write has {tuple(whole.shape)}"
+            )
+        flat = whole.detach().reshape(-1)
+        own = self.own_slice(flat)
+        self.shard[: own.numel()].copy_(own)
+        if self.full is not None and self.ranks.world_size > 1:
+            self.full[: self.numel].copy_(flat)
+        self.written()
+
+    def written(self) -> None:
+        """The values have changed: graphs that saved them must not be used any more, copies are stale."""
+        self.version += 1
+        torch.autograd.graph.increment_version(self.parameter)
+
+    # ------------------------------------------------------------------ whole values
+
+    @property
+    def available(self) -> bool:
+        return self.parameter.ds_status is AVAILABLE
+
+    @property
+    def free(self) -> bool:
+        """Whether nobody needs the whole value at the moment."""
+        return not (self.persistent or self.held or self.parameter.ds_active_sub_modules)
+
+    def show(self, full: torch.Tensor) -> None:
+        """Make ``full`` (1-D, at least ``numel`` elements) the parameter's data."""
+        self.full = full
+        self.gather = None
+        parameter = self.parameter
+        parameter.data = full.narrow(0, 0, self.numel).view(self.shape)
+        parameter.ds_status = AVAILABLE
+        if self.numel:
+            GATHERED[full.data_ptr()] = self
+
+    def hide(self) -> None:
+        """Let go of the whole value."""
+        if self.gather is not None:
+            self.gather.wait()
+        if self.full is not None:
+            address = self.full.data_ptr()
+            if GATHERED.get(address) is self:
+                del GATHERED[address]
+            self.full = None
+        self.parameter.data = empty_like_kind(self.dtype, self.device)
+        self.parameter.ds_status = NOT_AVAILABLE
+        self.ahead = False
+
+    def stand_in(self) -> None:
+        """Give a hidden parameter its shape, without memory, for autograd to compare a gradient with."""
+        self.parameter.data = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+    def private_copy(self) -> None:
+        """Where the whole value is the shard's own memory (one rank), show a copy instead."""
+        if self.full is not None and self.full.data_ptr() == self.shard.data_ptr() and self.numel:
+            copy = self.full.clone()
+            self.hide()
+            self.show(copy)
+
+
+class SecondaryShard:
+    """``1/k`` of a parameter, kept so that ``k`` ranks of one node can gather it among themselves (ZeRO++ hpZ).
+
+    Valid only while ``version`` is that of the parameter, so it can never be older than the weights.
+    """
+
+    __slots__ = ("ranks", "data", "version")
+
+    def __init__(self, ranks: ShardRanks) -> None:
+        self.ranks = ranks
+        self.data: torch.Tensor | None = None
+        self.version = -1
+
+    def keep(self, shard: ShardedParameter) -> None:
+        """Take this rank's part of the whole value that is there now."""
+        numel = slice_numel(shard.numel, self.ranks.world_size)
+        begin = min(self.ranks.rank * numel, shard.numel)
+        end = min(begin + numel, shard.numel)
+        if self.data is None:
+            self.data = torch.zeros(numel, dtype=shard.dtype, device=shard.device)
+        self.data[: end - begin].copy_(shard.full[begin:end])
+        self.version = shard.version
+        shard.parameter.ds_secondary_tensor = self.data
+
+
+_empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def empty_like_kind(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The data of a parameter that is not gathered: 1-D without elements."""
+    key = (dtype, device)
+    if key not in _empty:
+        with torch.inference_mode(False):
+            _empty[key] = torch.empty(0, dtype=dtype, device=device)
+    return _empty[key]
+
+
+def describe_shard(shard: torch.Tensor, numel: int) -> torch.Tensor:
+    """Set what outside code reads of a shard."""
+    shard.ds_numel = numel
+    shard.status = PartitionedParamStatus.AVAILABLE
+    shard.final_location = None
+    return shard
+
+
+def shard_of(parameter: Any) -> ShardedParameter | None:
+    """The state of a partitioned parameter; None for any other object."""
+    return getattr(parameter, ATTRIBUTE, None)
+
+
+def shards_of(parameters: Iterable[Any]) -> list[ShardedParameter]:
+    """The states of those parameters that are partitioned, each once, in the order of creation."""
+    found = {shard for shard in map(shard_of, parameters) if shard is not None}
+    return sorted(found, key=lambda shard: shard.parameter.ds_id)
+
+
+# ---------------------------------------------------------------------------------------------------- gathering
+
+
+class Gather:
+    """A collective under way that brings whole values of some parameters of one dtype and device.
+
+    Args:
+        shards: none of them gathered; the same on every rank, in the same order.
+        secondary: gather from the secondary shards, which must be valid.
+    """
+
+    def __init__(self, shards: list[ShardedParameter], secondary: bool = False) -> None:
+        self.shards = shards
+        self._secondary = secondary
+        ranks = shards[0].secondary.ranks if secondary else shards[0].ranks
+        self._ranks = ranks
+        self._order = ranks.order(shards[0].device)
+        self._rows: torch.Tensor | None = None
+        self._works: list[Any] = []
+        self._fulls: list[torch.Tensor] = []
+        self._mark: object | None = None
+        ranks.note(shards)
+        for shard in shards:
+            shard.gather = self
+            shard.parameter.ds_status = INFLIGHT
+        with _plain_tensors():
+            self._start()
+
+    def _sources(self) -> list[torch.Tensor]:
+        if self._secondary:
+            return [shard.secondary.data for shard in self.shards]
+        return [shard.shard for shard in self.shards]
+
+    def _start(self) -> None:
+        sources, ranks = self._sources(), self._ranks
+        if ranks.world_size == 1 and not self._secondary:
+            device = self.shards[0].device
+            self._fulls = [source if source.device == device else source.to(device) for source in sources]
+            return
+        width = sum(source.numel() for source in sources)
+        first = self.shards[0]
+        rows = torch.empty(ranks.world_size * width, dtype=first.dtype, device=first.device)
+        own = rows.narrow(0, ranks.rank * width, width)
+        torch.cat(sources, out=own) if len(sources) > 1 else own.copy_(sources[0])
+        self._rows = rows
+        if width == 0:
+            self._take_out()
+            return
+        self._order.fork()
+        with self._order.side():
+            self._works = collectives.gather_rows(rows, ranks.rank, ranks.group, ranks.by_all_reduce)
+            if self._order.asynchronous:
+                self._await()
+
+    def _await(self) -> None:
+        for work in self._works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                names = [shard.name for shard in self.shards]
+                raise RuntimeError(
+                    f"rank {self._ranks.rank}: weights of {names[0]} to {names[-1]} (gather number {self._ranks.count}"
+                    f" of this rank) did not arrive ({error}). Either another rank failed, whose log has the first"
+                    " error, or ranks ran different modules"
+                ) from error
+        self._works = []
+        self._take_out()
+        self._mark = self._order.mark()
+
+    def _take_out(self) -> None:
+        """From one row per rank to one contiguous tensor per parameter."""
+        world_size = self._ranks.world_size
+        if len(self.shards) == 1:
+            self._fulls = [self._rows]
+        else:
+            numels = [source.numel() for source in self._sources()]
+            columns = self._rows.view(world_size, -1).split(numels, dim=1)
+            self._fulls = [self._rows.new_empty(world_size * numel) for numel in numels]
+            autograd.copy_each([full.view(world_size, -1) for full in self._fulls], list(columns))
+        self._rows = None
+
+    def wait(self) -> None:
+        """Make the whole values the parameters' data. On CUDA the current stream waits, the host does not."""
+        with _plain_tensors():
+            if self._works:
+                self._await()
+            self._order.wait_mark(self._mark)
+            for shard, full in zip(self.shards, self._fulls):
+                shard.show(full)
+
+
+def _plain_tensors() -> AbstractContextManager:
+    """Gathered weights must be usable in training, even if they were first asked for in inference mode."""
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack
+
+
+def start_gathers(shards: Iterable[ShardedParameter], prefer_secondary: bool = False) -> list[Gather]:
+    """Begin to gather those of ``shards`` that are hidden: small ones together, one collective per kind.
+
+    Every rank calls it with the same parameters in the same order.
+    """
+    batches: dict[Any, list[ShardedParameter]] = {}
+    started: list[Gather] = []
+    for shard in shards:
+        if shard.parameter.ds_status is not NOT_AVAILABLE:
+            continue
+        second = shard.secondary
+        secondary = prefer_secondary and second is not None and second.version == shard.version
+        if shard.ranks.one_by_one:
+            started.append(Gather([shard], secondary))
+            started[-1].wait()
+        elif shard.numel >= LARGE or shard.ranks.world_size == 1:
+            started.append(Gather([shard], secondary))
+        else:
+            batches.setdefault((shard.ranks, shard.dtype, shard.device, secondary), []).append(shard)
+    started += [Gather(batch, key[3]) for key, batch in batches.items()]
+    return started
+
+
+def gather_now(shards: Iterable[ShardedParameter]) -> None:
+    """Gather those of ``shards`` that are hidden, and wait for all."""
+    shards = list(shards)
+    start_gathers(shards)
+    for shard in shards:
+        if shard.gather is not None:
+            shard.gather.wait()
+
+
+# ------------------------------------------------------------------------------------------ saved for backward
+
+
+class SavedWeight:
+    """What a graph keeps instead of (a view of) a gathered weight: where in it the view lies."""
+
+    __slots__ = ("shard", "size", "stride", "offset", "version", "waiting")
+
+    def __init__(self, shard: ShardedParameter, view: torch.Tensor) -> None:
+        self.shard = shard
+        self.size = view.size()
+        self.stride = view.stride()
+        self.offset = view.storage_offset() - shard.full.storage_offset()
+        self.version = shard.version
+        self.waiting = True
+        shard.saved += 1
+
+    def used(self) -> None:
+        """Backward has come by."""
+        if self.waiting:
+            self.waiting = False
+            self.shard.saved -= 1
+
+    def __del__(self) -> None:
+        self.used()
+
+    def view(self) -> torch.Tensor:
+        """The view, on the whole value that is there now.
+
+        Raises:
+            RuntimeError: the values are not those of the forward any more.
+        """
+        shard = self.shard
+        if self.version != shard.version:
+            raise RuntimeError(
+                f"parameter {shard.name} was modified (by a step or by loading weights) between the forward and the"
+                " backward of a graph that needs its former values. Run the forward again"
+            )
+        full = shard.full
+        return full.as_strided(self.size, self.stride, full.storage_offset() + self.offset)
+
+
+def unpack_weight(packed: Any) -> torch.Tensor:
+    """For ``saved_tensors_hooks``: the view that ``pack_weight`` was given, on whole values that are there now."""
+    if type(packed) is not SavedWeight:
+        return packed
+    coordinator = packed.shard.coordinator
+    if coordinator is not None:
+        return coordinator.use_saved(packed)
+    gather_now([packed.shard])
+    return packed.view()
+
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def pack_weight(tensor: torch.Tensor) -> Any:
+    """For ``saved_tensors_hooks``: keep the place of a gathered weight, not its memory."""
+    if type(tensor) not in _PLAIN_TYPES:
+        return tensor
+    shard = GATHERED.get(tensor.data_ptr())
+    if shard is None or shard.persistent or tensor.dtype is not shard.dtype or tensor.numel() == 0:
+        return tensor
+    return SavedWeight(shard, tensor)

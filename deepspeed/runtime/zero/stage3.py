@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO stage 3: parameters partitioned over the data-parallel ranks, as well as gradients and optimizer state.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.comm.control import ControlChannel
+from deepspeed.runtime.base_optimizer import make_records
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
+from deepspeed.runtime.gradients.layout import PerParameter, cut_groups, make_flat_groups, records_in_model_order
+from deepspeed.runtime.gradients.ledger import Ledger
+from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
+from deepspeed.runtime.zero.flat_weights import ShardWeights
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer, refuse_unbuilt
+from deepspeed.runtime.zero.sharded_parameter import shard_of
+from deepspeed.runtime.zero.stage3_surface import Stage3Surface
+from deepspeed.utils.tensor_fragment import ParameterLink
+
+
+class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
+    """Steps on this rank's shards of all parameters.
+
+    The inner optimizer sees one flat fp32 tensor per sub-group: this rank's shards of the sub-group's parameters, end
+    to end.
+
+    Args:
+        module: all of whose parameters are partitioned (``convert_to_zero_parameters``) over ``dp_process_group``.
+        init_optimizer: torch optimizer over parameters of ``module``, without state.
+        param_names: name of each model parameter, in the model's order.
+        sub_group_size: a sub-group ends where its shards on one rank reach so many elements.
+        schedule: the engine's accumulation schedule; made here from ``gradient_accumulation_steps`` when absent.
+        parameter_offload: the hooks on ``module``, where they exist already.
+
+    The other arguments are named as in the configuration. Those of features that are not built raise
+    NotImplementedError.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        init_optimizer: torch.optim.Optimizer,
+        param_names: dict[torch.nn.Parameter, str],
+        timers: Any = None,
+        ds_config: Any = None,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        verbose: bool = True,
+        contiguous_gradients: bool = True,
+        reduce_bucket_size: int = 500000000,
+        prefetch_bucket_size: int = 50000000,
+        max_reuse_distance: int = 1000000000,
+        max_live_parameters: int = 1000000000,
+        param_persistence_threshold: int = 100000,
+        model_persistence_threshold: int = 2**63 - 1,
+        dp_process_group: Any = None,
+        reduce_scatter: bool = True,
+        overlap_comm: bool = False,
+        offload_optimizer_config: Any = None,
+        offload_param_config: Any = None,
+        zenflow_config: Any = None,
+        sub_group_size: int = 1000000000000,
+        offload_ratio: float = 0.0,
+        mpu: Any = None,
+        clip_grad: float = 0.0,
+        gradient_accumulation_dtype: torch.dtype = torch.float32,
+        communication_data_type: torch.dtype | None = None,
+        fp16_master_weights_and_gradients: bool = False,
+        bf16_master_weights_and_gradients: bool = False,
+        bf16_optimizer_states: bool = False,
+        postscale_gradients: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_accumulation_steps: int = 1,
+        elastic_checkpoint: bool = False,
+        aio_config: Any = None,
+        all2all_process_group: Any = None,
+        zero_hpz_partition_size: int = 1,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        zero_module_granularity_threshold: int = 0,
+        log_trace_cache_warnings: bool = False,
+        enable_sanity_checks: bool = False,
+        cpuadam_cores_perc: float = 0.8,
+        save_muon_momentum_buffer_in_memory: bool = False,
+        schedule: AccumulationSchedule | None = None,
+        parameter_offload: DeepSpeedZeRoOffload | None = None,
+    ) -> None:
+        refuse_unbuilt(
+            "stage 3",
+            offload_optimizer=offload_optimizer_config is not None,
+            offload_param=offload_param_config is not None,
+            zenflow=zenflow_config is not None,
+            fp16_master_weights_and_grads=fp16_master_weights_and_gradients,
+            bf16_master_weights_and_grads=bf16_master_weights_and_gradients,
+            bf16_optimizer_states=bf16_optimizer_states,
+            elastic_checkpoint=elastic_checkpoint,
+            zero_quantized_weights=zero_quantized_weights,
+            zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights,
+        )
+        group = dp_process_group if dp_process_group is not None else dist.get_world_group()
+        self.parameter_offload = parameter_offload or DeepSpeedZeRoOffload(
+            module,
+            prefetch_bucket_size=prefetch_bucket_size,
+            max_reuse_distance=max_reuse_distance,
+            max_live_parameters=max_live_parameters,
+            param_persistence_threshold=param_persistence_threshold,
+            model_persistence_threshold=model_persistence_threshold,
+            dp_process_group=group,
+            zero_hpz_partition_size=zero_hpz_partition_size,
+            zero_module_granularity_threshold=zero_module_granularity_threshold,
+        )
+        channel = ControlChannel(group)
+        record_groups, frozen = make_records(init_optimizer.param_groups, param_names)
+        flat_groups = cut_groups(make_flat_groups(record_groups), channel.world_size, max(1, sub_group_size))
+        layout = PerParameter(flat_groups, channel.rank, channel.world_size, reduce_bucket_size, reduce_scatter)
+        reducer = GradientReducer(
+            layout,
+            Ledger(records_in_model_order(flat_groups), rank=channel.rank),
+            group,
+            channel,
+            schedule or AccumulationSchedule(gradient_accumulation_steps),
+            ReductionSettings(
+                every_backward=True,
+                overlap=overlap_comm,
+                persistent_buffers=contiguous_gradients,
+                comm_dtype=communication_data_type,
+                accum_dtype=gradient_accumulation_dtype,
+                predivide=gradient_predivide_factor,
+                prescale=not postscale_gradients,
+            ),
+        )
+        model_dtype = flat_groups[0].dtype if flat_groups else torch.float32
+        scaler = CreateLossScaler(model_dtype, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        super().__init__(init_optimizer, reducer, param_names, frozen, scaler, clip_grad, mpu=mpu)
+        self.module = module
+        self.dp_process_group = group
+        self.dtype = model_dtype
+        self.sub_group_size = sub_group_size
+        self.overlap_comm = overlap_comm
+        self.reduce_scatter = reduce_scatter
+        self.contiguous_gradients = contiguous_gradients
+        self.communication_data_type = communication_data_type or model_dtype
+        self.gradient_accumulation_dtype = gradient_accumulation_dtype
+        self._take_over(ShardWeights(layout))
+
+    # ------------------------------------------------------------------ the step
+
+    def settle_gradients(self) -> None:
+        self._check_gathers()
+        super().settle_gradients()
+
+    def step(self, closure: Any = None) -> None:
+        """As ``ZeROOptimizer.step``.
+
+        Raises:
+            RuntimeError: also when ranks ran different modules since the last step.
+        """
+        self._check_gathers()
+        super().step(closure)
+        self.parameter_offload.release_backward_leftovers()
+
+    def _check_gathers(self) -> None:
+        """Ranks that gathered different weights under one another's name must not step. Collective."""
+        for ranks in {shard.ranks: None for shard in self.parameter_offload.shards}:
+            ranks.check_order(self.reducer.channel)
+
+    @torch.no_grad()
+    def update_lp_params(self) -> None:
+        """Round the masters into the shards; weights that stay whole are gathered again."""
+        self.weights.write_own_slices()
+        self.parameter_offload.weights_written(self.weights.shards())
+
+    @torch.no_grad()
+    def take_changed_weights(self, link: ParameterLink, former: torch.Tensor) -> None:
+        """Let the master of a parameter follow its shard where that differs from ``former``. Elsewhere the master
+        keeps what it has beyond the precision of the shard."""
+        shard = shard_of(link.record.parameter)
+        numel = link.end - link.begin
+        now, before = shard.shard[:numel], former[:numel]
+        master = self.own_master(link)
+        master.copy_(torch.where(now != before, now.to(master.dtype), master))
+
+    def _public_norm(self, norm: torch.Tensor | None) -> Any:
+        """0-dim float64."""
+        return norm
+
+    def destroy(self) -> None:
+        """Remove hooks and free buffers and masters; the model's parameters stay partitioned."""
+        super().destroy()
+        self.parameter_offload.destroy()
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """The bare module of an engine with all weights whole and without gathering around modules, for generation."""
+    offload = getattr(model.optimizer, "parameter_offload", model.optimizer)
+    if not isinstance(offload, DeepSpeedZeRoOffload):
+        yield model.module
+        return
+    with GatheredParameters(model.module.parameters()):
+        offload.remove_hooks()
+        try:
+            yield model.module
+        finally:
+            offload.setup_zero_stage3_hooks()
