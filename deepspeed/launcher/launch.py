@@ -26,14 +26,18 @@ from types import FrameType
 from typing import IO, NoReturn
 
 if __package__:
+    from .constants import TORCHRUN_LAUNCHER
     from .core_binding import cores_of_rank, numactl_prefix
 else:  # executed as a file: this folder is on sys.path, the package may not be
+    from constants import TORCHRUN_LAUNCHER
     from core_binding import cores_of_rank, numactl_prefix
 
 PID_FILE_BASEPATH = "/tmp"
 
 # Time that ranks have between the request to end and SIGKILL.
 GRACE_PERIOD_S = 30.0
+# How often the ranks of an elastic job start anew after one of them failed.
+MAX_RESTARTS = 3
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
 
@@ -41,11 +45,10 @@ logger = logging.getLogger("DeepSpeed")
 
 
 @dataclass
-class Rank:
-    """One process started here."""
+class Child:
+    """One process started here: a rank, or the agent that runs this node's elastic ranks."""
 
-    global_rank: int
-    local_rank: int
+    name: str
     process: subprocess.Popen[bytes]
 
 
@@ -67,6 +70,10 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--log_level", type=str, default="info", choices=list(_LOG_LEVELS), help="of the launcher")
     parser.add_argument("-q", "--quiet", action="store_true", help="the same as --log_level error")
+    parser.add_argument("--enable_elastic_training", action="store_true", help="run the ranks under torchrun's agent")
+    parser.add_argument("--min_elastic_nodes", type=int, default=-1, help="go on with no fewer nodes (1)")
+    parser.add_argument("--max_elastic_nodes", type=int, default=-1, help="take no more nodes (those there are)")
+    parser.add_argument("--max_restarts", type=int, default=MAX_RESTARTS, help="of all ranks after one has failed")
     parser.add_argument(
         "--visible_devices_env",
         type=str,
@@ -100,18 +107,32 @@ def set_log_level(level: str, quiet: bool) -> None:
     logger.setLevel(logging.ERROR if quiet else _LOG_LEVELS[level])
 
 
-def per_node_flags(args: argparse.Namespace) -> list[str]:
-    """Flags that the per-node launch step takes over unchanged."""
-    flags = [
-        f"--{name}"
-        for name in ("module", "no_python", "no_local_rank", "bind_cores_to_rank", "quiet")
-        if getattr(args, name)
-    ]
+def _given(args: argparse.Namespace, *switches: str) -> list[str]:
+    return [f"--{name}" for name in switches if getattr(args, name)]
+
+
+def _log_and_core_flags(args: argparse.Namespace) -> list[str]:
+    flags = []
     if args.enable_each_rank_log != "None":
         flags.append(f"--enable_each_rank_log={args.enable_each_rank_log}")
     if args.bind_core_list is not None:
         flags.append(f"--bind_core_list={args.bind_core_list}")
+    return flags
+
+
+def per_node_flags(args: argparse.Namespace) -> list[str]:
+    """Flags that the per-node launch step takes over from the parsed command line of the runner."""
+    flags = _given(args, "module", "no_python", "no_local_rank", "bind_cores_to_rank", "quiet")
+    flags += _log_and_core_flags(args)
+    if args.elastic_training:
+        flags += ["--enable_elastic_training", f"--min_elastic_nodes={args.min_elastic_nodes}"]
+        flags += [f"--max_elastic_nodes={args.max_elastic_nodes}", f"--max_restarts={args.max_restarts}"]
     return [*flags, f"--log_level={args.log_level}"]
+
+
+def helper_flags(args: argparse.Namespace) -> list[str]:
+    """Flags that launcher_helper takes over from the runner or from the launch step."""
+    return _given(args, "module", "no_python", "bind_cores_to_rank") + _log_and_core_flags(args)
 
 
 def exit_status(return_code: int) -> int:
@@ -195,17 +216,26 @@ def node_environment(args: argparse.Namespace, world_info: dict[str, list[int]])
 
 def rank_command(args: argparse.Namespace, local_rank: int) -> list[str]:
     """The command of one rank, without core binding. ``--local_rank`` stands before the user's arguments."""
-    command = [] if args.no_python else [sys.executable, "-u"]
-    if args.module:
-        command.append("-m")
-    command.append(args.training_script)
-    if not args.no_local_rank:
-        command.append(f"--local_rank={local_rank}")
-    return command + args.training_script_args
+    own = [] if args.no_local_rank else [f"--local_rank={local_rank}"]
+    return script_command(args.training_script, [*own, *args.training_script_args], args.module, args.no_python)
 
 
-def _die_with_launcher() -> Callable[[], None] | None:
-    """What a rank runs before its program so that it cannot outlive a launcher that was killed; Linux only."""
+def script_command(script: str, arguments: list[str], module: bool, no_python: bool) -> list[str]:
+    """How ``script`` is run: by this interpreter, as a module, or as a program of its own."""
+    return [*([] if no_python else [sys.executable, "-u"]), *(["-m"] if module else []), script, *arguments]
+
+
+def die_with_parent() -> None:
+    """Has this process killed when its parent dies, so that no rank outlives a launcher that was killed; Linux only.
+
+    It holds for the program that this process becomes, too.
+    """
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _before_exec() -> Callable[[], None] | None:
+    """What a child runs between fork and exec; the library is loaded here, before there are two processes."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -228,7 +258,8 @@ class RankGroup:
 
     def __init__(self, grace_period_s: float) -> None:
         self._grace_period_s = grace_period_s
-        self._ranks: list[Rank] = []
+        self._before_exec = _before_exec()
+        self._ranks: list[Child] = []
         self._signal: int | None = None
         self._signals_seen = 0
 
@@ -237,9 +268,32 @@ class RankGroup:
         self._signal = signum
         self._signals_seen += 1
 
-    def start(self, rank: Rank) -> None:
-        """Takes over a started rank."""
-        self._ranks.append(rank)
+    def start(self, name: str, command: list[str], env: dict[str, str], log: IO[bytes] | None = None) -> None:
+        """Starts a rank, or an agent that starts ranks.
+
+        Args:
+            name: what messages call it.
+            command: program and arguments.
+            env: its whole environment.
+            log: file for what it prints; None leaves it with the launcher's output.
+
+        Raises:
+            SystemExit: the program cannot be executed.
+        """
+        logger.debug(f"{name}: {command}")
+        try:
+            process = subprocess.Popen(
+                command,
+                env=env,
+                stdout=log,
+                stderr=None if log is None else subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=self._before_exec,
+            )
+        except OSError as error:
+            self.end(signal.SIGTERM)
+            raise SystemExit(f"deepspeed launcher: cannot execute {command[0]!r}: {error.strerror}") from error
+        self._ranks.append(Child(name, process))
 
     def interrupted(self) -> bool:
         """Whether a request to end has come."""
@@ -295,10 +349,10 @@ class RankGroup:
         if any(_group_exists(rank.process.pid) for rank in self._ranks):
             self.end(signal.SIGTERM)
 
-    def _report_failure(self, rank: Rank, code: int, others: int) -> None:
+    def _report_failure(self, rank: Child, code: int, others: int) -> None:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
         then = f"; ending the {others} others" if others else ""
-        logger.error(f"rank {rank.global_rank} (local rank {rank.local_rank}, pid {rank.process.pid}) {how}{then}")
+        logger.error(f"{rank.name}, pid {rank.process.pid}, {how}{then}")
 
 
 def _group_exists(group: int) -> bool:
@@ -397,11 +451,17 @@ def _pid_file(save_pid: int) -> Iterator[None]:
             os.remove(path)
 
 
-def _open_log(folder: str, started: str, global_rank: int) -> IO[bytes] | None:
+def log_timestamp() -> str:
+    """Local time as it stands in the names of log files."""
+    return datetime.now().strftime("%Y%m%d%H%M%S")
+
+
+def open_rank_log(folder: str, started: str, global_rank: int) -> IO[bytes] | None:
+    """Log file of a rank, in a folder that is made if need be; None where the folder is "None"."""
     if folder == "None":
         return None
     os.makedirs(folder, exist_ok=True)
-    return open(os.path.join(folder, f"{started}_rank{global_rank}.log"), "wb")
+    return open(os.path.join(folder, f"{started}_rank{global_rank}.log"), "ab")
 
 
 def start_ranks(args: argparse.Namespace, world_info: dict[str, list[int]], group: RankGroup) -> None:
@@ -413,35 +473,57 @@ def start_ranks(args: argparse.Namespace, world_info: dict[str, list[int]], grou
     node_env = node_environment(args, world_info)
     sizes = [len(slots) for slots in world_info.values()]
     first_rank = sum(sizes[: args.node_rank])
-    started = datetime.now().strftime("%Y%m%d%H%M%S")
-    before_exec = _die_with_launcher()
+    started = log_timestamp()
     for local_rank in range(sizes[args.node_rank]):
         if group.interrupted():
             return
-        env = {**node_env, "RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
+        rank = first_rank + local_rank
+        env = {**node_env, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
         command = rank_command(args, local_rank)
         if args.bind_cores_to_rank:
             cores = cores_of_rank(args.bind_core_list, sizes[args.node_rank], local_rank)
             env["OMP_NUM_THREADS"] = str(len(cores))
             command = numactl_prefix(cores) + command
-        logger.debug(f"rank {env['RANK']}: {command}")
-        log = _open_log(args.enable_each_rank_log, started, first_rank + local_rank)
+        log = open_rank_log(args.enable_each_rank_log, started, rank)
         try:
-            process = subprocess.Popen(
-                command,
-                env=env,
-                stdout=log,
-                stderr=None if log is None else subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=before_exec,
-            )
-        except OSError as error:
-            group.end(signal.SIGTERM)
-            raise SystemExit(f"deepspeed launcher: cannot execute {command[0]!r}: {error.strerror}") from error
+            group.start(f"rank {rank} (local rank {local_rank})", command, env, log)
         finally:
             if log is not None:
                 log.close()
-        group.start(Rank(first_rank + local_rank, local_rank, process))
+
+
+def start_elastic_agent(args: argparse.Namespace, world_info: dict[str, list[int]], group: RankGroup) -> None:
+    """Starts torchrun's agent, which starts this node's ranks, and starts them anew when one fails or nodes change.
+
+    The nodes meet at the master address and port. World size and ranks are torchrun's to give, so the environment holds
+    only what does not depend on them.
+
+    Raises:
+        SystemExit: the limits on the number of nodes contradict each other.
+    """
+    env = node_environment(args, world_info)
+    slots = int(env["LOCAL_SIZE"])
+    for name in ("WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del env[name]
+    least = max(args.min_elastic_nodes, 1)
+    most = args.max_elastic_nodes if args.max_elastic_nodes > 0 else max(len(world_info), least)
+    if least > most:
+        raise SystemExit(f"deepspeed launcher: --min_elastic_nodes {least} is above --max_elastic_nodes {most}")
+    command = [sys.executable, "-u", "-m", "torch.distributed.run", f"--nnodes={least}:{most}"]
+    command += [f"--nproc_per_node={slots}", f"--max_restarts={args.max_restarts}", "--rdzv_backend=c10d"]
+    command += [f"--rdzv_endpoint={args.master_addr}:{args.master_port}", f"--rdzv_id=deepspeed-{args.master_port}"]
+    # Said outright, since the address may be one that no lookup of this host's names gives.
+    command += [f"--rdzv_conf=is_host={int(args.node_rank == 0)}"]
+    command += [f"--local_addr={args.master_addr}"] if args.node_rank == 0 else []
+    command += ["--no_python", sys.executable, "-u", launcher_helper_file(), f"--launcher={TORCHRUN_LAUNCHER}"]
+    command += helper_flags(args) + ([] if args.no_local_rank else ["--pass_local_rank"])
+    command += [args.training_script, *args.training_script_args]
+    group.start(f"elastic agent of node {args.node_rank}", command, env)
+
+
+def launcher_helper_file() -> str:
+    """launcher_helper, to be executed as a file: importing the whole package would cost every rank seconds."""
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), "launcher_helper.py")
 
 
 def main() -> NoReturn:
@@ -462,7 +544,8 @@ def main() -> NoReturn:
         if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup has it ignored
             signal.signal(signum, group.on_signal)
     with _pid_file(args.save_pid):
-        start_ranks(args, world_info, group)
+        start = start_elastic_agent if args.enable_elastic_training else start_ranks
+        start(args, world_info, group)
         sys.exit(group.wait())
 
 

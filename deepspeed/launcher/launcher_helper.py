@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First program of each rank under mpich and slurm: sets its RANK and LOCAL_RANK, then becomes the script."""
+"""First program of a rank under another launcher than ours: sets RANK and LOCAL_RANK, then becomes the script.
+
+Standard library only; torchrun's agent executes this file directly, which spares each rank an import of the package.
+"""
 
 import argparse
 import os
@@ -7,14 +10,46 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .constants import IMPI_LAUNCHER, MPICH_LAUNCHER, SLURM_LAUNCHER
-from .core_binding import cores_of_rank, numactl_prefix
+if __package__:
+    from .constants import (
+        IMPI_LAUNCHER,
+        MPICH_LAUNCHER,
+        MVAPICH_LAUNCHER,
+        OPENMPI_LAUNCHER,
+        SLURM_LAUNCHER,
+        TORCHRUN_LAUNCHER,
+    )
+    from .core_binding import cores_of_rank, numactl_prefix
+    from .launch import die_with_parent, log_timestamp, open_rank_log, script_command
+else:  # executed as a file: this folder is on sys.path, the package may not be
+    from constants import (
+        IMPI_LAUNCHER,
+        MPICH_LAUNCHER,
+        MVAPICH_LAUNCHER,
+        OPENMPI_LAUNCHER,
+        SLURM_LAUNCHER,
+        TORCHRUN_LAUNCHER,
+    )
+    from core_binding import cores_of_rank, numactl_prefix
+    from launch import die_with_parent, log_timestamp, open_rank_log, script_command
 
 # Variables in which each launcher tells a process its global and its local rank.
 _RANK_NAMES = {
     MPICH_LAUNCHER: (["PMIX_RANK", "PMI_RANK"], ["PALS_LOCAL_RANKID", "MPI_LOCALRANKID"]),
     IMPI_LAUNCHER: (["PMIX_RANK", "PMI_RANK"], ["MPI_LOCALRANKID"]),
+    OPENMPI_LAUNCHER: (["OMPI_COMM_WORLD_RANK"], ["OMPI_COMM_WORLD_LOCAL_RANK"]),
+    MVAPICH_LAUNCHER: (["MV2_COMM_WORLD_RANK"], ["MV2_COMM_WORLD_LOCAL_RANK"]),
     SLURM_LAUNCHER: (["SLURM_PROCID"], ["SLURM_LOCALID"]),
+    TORCHRUN_LAUNCHER: (["RANK"], ["LOCAL_RANK"]),
+}
+# Other names of what a rank of the launch step finds; where a launcher does not know one of them it stays unset.
+_FURTHER_NAMES = {
+    OPENMPI_LAUNCHER: {"OMPI_COMM_WORLD_LOCAL_SIZE": "LOCAL_SIZE"},
+    TORCHRUN_LAUNCHER: {
+        "LOCAL_WORLD_SIZE": "LOCAL_SIZE",
+        "GROUP_RANK": "CROSS_RANK",
+        "GROUP_WORLD_SIZE": "CROSS_SIZE",
+    },
 }
 
 
@@ -30,6 +65,8 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--bind_core_list", type=str, default=None, help="cores to spread over the ranks, e.g. 0-3,8-11"
     )
+    parser.add_argument("--enable_each_rank_log", type=str, default="None", help="folder for one log file per rank")
+    parser.add_argument("--pass_local_rank", action="store_true", help="pass --local_rank to the script")
     parser.add_argument("user_script", type=str)
     parser.add_argument("user_args", nargs=argparse.REMAINDER)
     return parser.parse_args(args=args)
@@ -66,6 +103,15 @@ def env_mapping(
     return env
 
 
+def _redirect_output(folder: str, rank: int) -> None:
+    log = open_rank_log(folder, log_timestamp(), rank)
+    if log is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
 def main(args: list[str] | None = None) -> NoReturn:
     """Replaces this process by the user's script, so that signals and the exit status go straight to the launcher.
 
@@ -78,13 +124,18 @@ def main(args: list[str] | None = None) -> NoReturn:
         raise ValueError("--module and --no_python cannot be given together")
     rank_names, local_rank_names = _RANK_NAMES[parsed.launcher]
     env = env_mapping(os.environ.copy(), rank_names, local_rank_names)
-    command = [] if parsed.no_python else [sys.executable, "-u"]
-    command += ["-m"] if parsed.module else []
-    command += [parsed.user_script, *parsed.user_args]
+    for theirs, ours in _FURTHER_NAMES.get(parsed.launcher, {}).items():
+        if theirs in env:
+            env[ours] = env[theirs]
+    own = [f"--local_rank={env['LOCAL_RANK']}"] if parsed.pass_local_rank else []
+    command = script_command(parsed.user_script, [*own, *parsed.user_args], parsed.module, parsed.no_python)
     if parsed.bind_cores_to_rank:
         cores = cores_of_rank(parsed.bind_core_list, int(env["LOCAL_SIZE"]), int(env["LOCAL_RANK"]))
         env["OMP_NUM_THREADS"] = str(len(cores))
         command = numactl_prefix(cores) + command
+    _redirect_output(parsed.enable_each_rank_log, int(env["RANK"]))
+    if parsed.launcher == TORCHRUN_LAUNCHER:
+        die_with_parent()  # the agent starts each rank in a session of its own
     os.execvpe(command[0], command, env)
 
 

@@ -15,6 +15,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
+from . import ssh_hosts
 from .constants import (
     IMPI_LAUNCHER,
     MPICH_LAUNCHER,
@@ -24,10 +25,12 @@ from .constants import (
     PDSH_LAUNCHER,
     PDSH_MAX_FAN_OUT,
     SLURM_LAUNCHER,
+    SSH_LAUNCHER,
 )
-from .core_binding import cores_of_rank, numactl_prefix
-from .launch import per_node_flags
+from .launch import helper_flags, per_node_flags, script_command
 
+# Not re.escape: pkill takes POSIX regular expressions, which know no backslash before an ordinary character.
+_ERE_SPECIAL = re.compile(r"[.^$*+?()\[\]{}|\\]")
 _SHELL_SPECIAL = re.compile(r"[^\w@%+=:,./-]")
 
 
@@ -36,6 +39,11 @@ def _double_quoted(value: str) -> str:
     if value and not _SHELL_SPECIAL.search(value):
         return value
     return '"' + re.sub(r'([\\"$`])', r"\\\1", value) + '"'
+
+
+def _for_remote_shell(word: str) -> str:
+    """``word`` as a remote shell takes it for one word, and pdsh for no placeholder."""
+    return shlex.quote(word).replace("%", "%%")
 
 
 class MultiNodeRunner(ABC):
@@ -65,6 +73,9 @@ class MultiNodeRunner(ABC):
     def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, list[int]]) -> list[str]:
         """The command to execute; what it needs in its own environment is added to ``environment``."""
 
+    # Whether the ranks run below the per-node launch step, which has more to offer than an MPI launcher.
+    starts_launch_step = False
+
     @property
     def name(self) -> str:
         """Name of the backend as in ``--launcher``."""
@@ -91,17 +102,24 @@ class MultiNodeRunner(ABC):
 
     def _script_command(self) -> list[str]:
         """Interpreter, script and arguments of one rank."""
-        python = [] if self.args.no_python else [sys.executable, "-u"]
-        module = ["-m"] if self.args.module else []
-        return [*python, *module, self.user_script, *self.user_arguments]
+        return script_command(self.user_script, self.user_arguments, self.args.module, self.args.no_python)
 
     def _helper_command(self) -> list[str]:
         """One rank started through launcher_helper, which takes its rank from the launcher's environment."""
         command = [sys.executable, "-u", "-m", "deepspeed.launcher.launcher_helper", "--launcher", self.name]
-        command += [f"--{name}" for name in ("module", "no_python", "bind_cores_to_rank") if getattr(self.args, name)]
-        if self.args.bind_core_list is not None:
-            command += ["--bind_core_list", self.args.bind_core_list]
-        return [*command, self.user_script, *self.user_arguments]
+        return [*command, *helper_flags(self.args), self.user_script, *self.user_arguments]
+
+    def _helper_command_if_needed(self) -> list[str]:
+        """One rank; through launcher_helper only for what an MPI launcher does not do."""
+        needed = self.args.bind_cores_to_rank or self.args.enable_each_rank_log != "None"
+        return self._helper_command() if needed else self._script_command()
+
+    def _export_world(self, total: int, per_host: int) -> None:
+        """What all ranks have in common, for launchers that only tell a process its rank."""
+        self.add_export("MASTER_ADDR", str(self.args.master_addr))
+        self.add_export("MASTER_PORT", str(self.args.master_port))
+        self.add_export("WORLD_SIZE", str(total))
+        self.add_export("LOCAL_SIZE", str(per_host))
 
     def _launcher_args(self) -> list[str]:
         return shlex.split(self.args.launcher_args)
@@ -109,6 +127,8 @@ class MultiNodeRunner(ABC):
 
 class PDSHRunner(MultiNodeRunner):
     """pdsh over ssh: one per-node launch step on each host."""
+
+    starts_launch_step = True
 
     def backend_exists(self) -> bool:
         return shutil.which("pdsh") is not None
@@ -119,41 +139,57 @@ class PDSHRunner(MultiNodeRunner):
 
     def parse_user_args(self) -> list[str]:
         # pdsh replaces %n and the like in the whole command, a remote shell splits it.
-        return [shlex.quote(arg).replace("%", "%%") for arg in self.args.user_args]
+        return [_for_remote_shell(arg) for arg in self.args.user_args]
 
     def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, list[int]]) -> list[str]:
         environment["PDSH_RCMD_TYPE"] = "ssh"
         if self.args.ssh_port is not None:
             extra = environment.get("PDSH_SSH_ARGS_APPEND", "")
             environment["PDSH_SSH_ARGS_APPEND"] = f"{extra} -p {self.args.ssh_port}".strip()
-        exports = [f"export {key}={_double_quoted(value)};".replace("%", "%%") for key, value in self.exports.items()]
-        activate = [] if self.args.venv_script is None else [f". {shlex.quote(self.args.venv_script)};"]
-        launch = [shlex.quote(sys.executable), "-u", "-m", "deepspeed.launcher.launch"]
-        launch += [f"--world_info={self.world_info_base64}", "--node_rank=%n"]
-        launch += [f"--master_addr={self.args.master_addr}", f"--master_port={self.args.master_port}"]
-        launch += [shlex.quote(flag) for flag in per_node_flags(self.args)]
-        if self.args.save_pid:
-            launch.append(f"--save_pid={os.getpid()}")
-        go = f"cd {shlex.quote(os.path.abspath('.'))};".replace("%", "%%")
-        script = shlex.quote(self.user_script).replace("%", "%%")
-        return [
-            *self._pdsh(active_resources),
-            *self._launcher_args(),
-            *exports,
-            go,
-            *activate,
-            *launch,
-            script,
-            *self.user_arguments,
-        ]
+        return [*self._remote_shell(active_resources), *self._launcher_args(), *self._launch_step()]
 
     def kill_command(self, active_resources: Mapping[str, list[int]]) -> list[str]:
-        # ssh leaves remote processes running. World info and port name this job; [-] keeps pkill from its own shell.
-        job = f"[-]-world_info={self.world_info_base64} .*--master_port={self.args.master_port} "
-        return [*self._pdsh(active_resources), f"pkill -TERM -f '{job}'"]
+        # ssh leaves remote processes running. The start of the command line tells the launch step from the shells, the
+        # ssh clients and this very command, in which it stands further behind; world info and port name the job.
+        step = f"{sys.executable} -u -m deepspeed.launcher.launch --world_info={self.world_info_base64}"
+        pattern = "^" + _ERE_SPECIAL.sub(r"\\\g<0>", step) + f" .*--master_port={self.args.master_port} "
+        return [*self._remote_shell(active_resources), f"pkill -TERM -f {_for_remote_shell(pattern)}"]
 
-    def _pdsh(self, active_resources: Mapping[str, list[int]]) -> list[str]:
+    def _remote_shell(self, active_resources: Mapping[str, list[int]]) -> list[str]:
+        """What runs the words after it on all hosts, through a shell, with %n replaced by the host's index."""
         return ["pdsh", "-S", "-f", str(PDSH_MAX_FAN_OUT), "-w", ",".join(active_resources)]
+
+    def _launch_step(self) -> list[str]:
+        exports = [f"export {key}={_double_quoted(value)};".replace("%", "%%") for key, value in self.exports.items()]
+        activate = [] if self.args.venv_script is None else [f". {_for_remote_shell(self.args.venv_script)};"]
+        launch = [_for_remote_shell(sys.executable), "-u", "-m", "deepspeed.launcher.launch"]
+        launch += [f"--world_info={self.world_info_base64}", "--node_rank=%n"]
+        launch += [f"--master_addr={self.args.master_addr}", f"--master_port={self.args.master_port}"]
+        launch += [_for_remote_shell(flag) for flag in per_node_flags(self.args)]
+        if self.args.save_pid:
+            launch.append(f"--save_pid={os.getpid()}")
+        here = f"cd {_for_remote_shell(os.path.abspath('.'))};"
+        return [*exports, here, *activate, *launch, _for_remote_shell(self.user_script), *self.user_arguments]
+
+
+class SSHRunner(PDSHRunner):
+    """Plain ssh, one client per host, where pdsh is not installed."""
+
+    def backend_exists(self) -> bool:
+        return shutil.which("ssh") is not None
+
+    @property
+    def name(self) -> str:
+        return SSH_LAUNCHER
+
+    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, list[int]]) -> list[str]:
+        return [*self._remote_shell(active_resources), *self._launch_step()]
+
+    def _remote_shell(self, active_resources: Mapping[str, list[int]]) -> list[str]:
+        command = [sys.executable, "-u", os.path.abspath(ssh_hosts.__file__), f"--hosts={','.join(active_resources)}"]
+        if self.args.ssh_port is not None:
+            command.append(f"--ssh_port={self.args.ssh_port}")
+        return [*command, *(f"--ssh_args={arg}" for arg in self._launcher_args()), "--"]
 
 
 class _MPIRunner(MultiNodeRunner):
@@ -206,9 +242,12 @@ class OpenMPIRunner(_MPIRunner):
         if "btl_tcp_if_include" not in extra:
             command += ["--mca", "btl_tcp_if_include", "eth0"]
         command += extra
+        # So that ranks on several hosts meet without mpi4py.
+        self.add_export("MASTER_ADDR", str(self.args.master_addr))
+        self.add_export("MASTER_PORT", str(self.args.master_port))
         for key, value in self.exports.items():
             command += ["-x", f"{key}={value}"]
-        return command + self._script_command()
+        return command + self._helper_command_if_needed()
 
 
 class MPICHRunner(_MPIRunner):
@@ -234,10 +273,7 @@ class MPICHRunner(_MPIRunner):
         return [*command, *self._launcher_args(), *self._global_environment(), *self._helper_command()]
 
     def _global_environment(self) -> list[str]:
-        self.add_export("MASTER_ADDR", str(self.args.master_addr))
-        self.add_export("MASTER_PORT", str(self.args.master_port))
-        self.add_export("WORLD_SIZE", str(self._total))
-        self.add_export("LOCAL_SIZE", str(self._per_host))
+        self._export_world(self._total, self._per_host)
         return [part for key, value in self.exports.items() for part in ("-genv", key, value)]
 
 
@@ -252,14 +288,13 @@ class IMPIRunner(MPICHRunner):
         self.add_export("I_MPI_PIN", "0")
         command = ["mpirun", "-ppn", str(self._per_host), "-hosts", ",".join(self.resource_pool)]
         command += [*self._launcher_args(), *self._global_environment()]
+        # The helper asks for the cores of the host that a rank runs on, which need not be like this one.
+        rank_command = self._helper_command_if_needed()
         for rank in range(self._total):
             local_rank = rank % self._per_host
             command += [":"] if rank else []
             command += ["-n", "1", "-env", "RANK", str(rank), "-env", "LOCAL_RANK", str(local_rank)]
-            if self.args.bind_cores_to_rank:
-                cores = cores_of_rank(self.args.bind_core_list, self._per_host, local_rank)
-                command += ["-env", "OMP_NUM_THREADS", str(len(cores)), *numactl_prefix(cores)]
-            command += self._script_command()
+            command += rank_command
         return command
 
 
@@ -295,17 +330,22 @@ class SlurmRunner(MultiNodeRunner):
         self.validate_active_resources(active_resources)
         per_host = len(next(iter(active_resources.values())))
         total = per_host * len(active_resources)
-        self.add_export("MASTER_ADDR", str(self.args.master_addr))
-        self.add_export("MASTER_PORT", str(self.args.master_port))
-        self.add_export("WORLD_SIZE", str(total))
-        self.add_export("LOCAL_SIZE", str(per_host))
+        self._export_world(total, per_host)
         exported = ["ALL"]
         for key, value in self.exports.items():
             if "," in value:  # srun splits there; ALL passes it on from srun's own environment
                 environment[key] = value
             else:
                 exported.append(f"{key}={value}")
-        command = ["srun", "-n", str(total), *self._launcher_args(), f"--export={','.join(exported)}"]
+        # Without it srun may wait for the other tasks, which wait for the failed one.
+        command = [
+            "srun",
+            "-n",
+            str(total),
+            "--kill-on-bad-exit=1",
+            *self._launcher_args(),
+            f"--export={','.join(exported)}",
+        ]
         command += [f"--nodelist={','.join(active_resources)}", f"--nodes={len(active_resources)}"]
         command.append(f"--ntasks-per-node={per_host}")
         # Not asked of the accelerator here: a login node often has none although the compute nodes do.
@@ -315,7 +355,7 @@ class SlurmRunner(MultiNodeRunner):
 
 
 class MVAPICHRunner(_MPIRunner):
-    """mpirun of MVAPICH2-GDR."""
+    """mpirun of MVAPICH2-GDR; launcher_helper gives each rank its RANK and LOCAL_RANK."""
 
     def __init__(self, args: argparse.Namespace, world_info_base64: str, resource_pool: Mapping[str, int]) -> None:
         super().__init__(args, world_info_base64, resource_pool)
@@ -337,11 +377,12 @@ class MVAPICHRunner(_MPIRunner):
 
     def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, list[int]]) -> list[str]:
         self._write_hostfile()
+        self._export_world(self._total, self._per_host)
         command = ["mpirun", "-np", str(self._total), "-ppn", str(self._per_host), "--hostfile", MVAPICH_TMP_HOSTFILE]
         command += self._launcher_args()
         for key, value in self.exports.items():
             command += ["-env", key, value]
-        return command + self._script_command()
+        return command + self._helper_command()
 
     def _write_hostfile(self) -> None:
         if os.path.lexists(MVAPICH_TMP_HOSTFILE):

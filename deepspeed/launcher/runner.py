@@ -9,10 +9,8 @@ import logging
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-from types import FrameType
 from typing import NoReturn
 
 from deepspeed.accelerator import get_accelerator
@@ -25,9 +23,10 @@ from .constants import (
     OPENMPI_LAUNCHER,
     PDSH_LAUNCHER,
     SLURM_LAUNCHER,
+    SSH_LAUNCHER,
 )
 from .constants import PDSH_MAX_FAN_OUT as PDSH_MAX_FAN_OUT  # part of this module's interface
-from .launch import exit_status, per_node_flags, set_log_level
+from .launch import MAX_RESTARTS, per_node_flags, set_log_level
 from .multinode_runner import (
     IMPIRunner,
     MPICHRunner,
@@ -36,7 +35,9 @@ from .multinode_runner import (
     OpenMPIRunner,
     PDSHRunner,
     SlurmRunner,
+    SSHRunner,
 )
+from .remote_job import RemoteJob
 
 DLTS_HOSTFILE = "/job/hostfile"
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
@@ -52,10 +53,10 @@ LAUNCHER_CLASSES: dict[str, type[MultiNodeRunner]] = {
     IMPI_LAUNCHER: IMPIRunner,
     MVAPICH_LAUNCHER: MVAPICHRunner,
     SLURM_LAUNCHER: SlurmRunner,
+    SSH_LAUNCHER: SSHRunner,
 }
 
 _SSH_TIMEOUT_S = 60
-_KILL_TIMEOUT_S = 30
 
 logger = logging.getLogger("DeepSpeed")
 
@@ -96,7 +97,20 @@ def _add_launcher_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no_ssh_check", action="store_true", help="do not test first whether hosts can be reached")
     parser.add_argument("--force_multi", action="store_true", help="use the multi-node launcher for one host too")
     parser.add_argument("--ssh_port", type=int, default=None, help="port for ssh")
-    parser.add_argument("--venv_script", type=str, default=None, help="script sourced on remote hosts first (pdsh)")
+    parser.add_argument("--venv_script", type=str, default=None, help="script sourced first on remote hosts")
+
+
+def _add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--elastic_training",
+        action="store_true",
+        help="run the ranks under torchrun: they start anew when one fails or hosts come and go",
+    )
+    parser.add_argument("--min_elastic_nodes", type=int, default=-1, help="go on with no fewer hosts (1)")
+    parser.add_argument("--max_elastic_nodes", type=int, default=-1, help="take no more hosts (those chosen here)")
+    parser.add_argument(
+        "--max_restarts", type=int, default=MAX_RESTARTS, help="of elastic ranks after failures (default: %(default)s)"
+    )
 
 
 def _add_rank_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +145,7 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     _add_resource_arguments(parser)
     _add_launcher_arguments(parser)
     _add_rank_arguments(parser)
+    _add_elastic_arguments(parser)
     parser.add_argument("user_script", type=str, help="script to run, followed by its arguments")
     parser.add_argument("user_args", nargs=argparse.REMAINDER)
     return parser.parse_args(args=args)
@@ -276,8 +291,23 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--num_nodes and --num_gpus cannot be given together with --include or --exclude")
     if args.num_gpus == 0 or args.num_nodes == 0:
         raise ValueError("--num_nodes and --num_gpus must be at least 1")
+    if args.bind_core_list is not None and not args.bind_cores_to_rank:
+        raise ValueError("--bind_core_list needs --bind_cores_to_rank")
+    _check_elastic_arguments(args)
     if args.no_ssh and args.node_rank < 0:
         raise AssertionError("--no_ssh starts this host's ranks only: say which host it is with --node_rank N")
+
+
+def _check_elastic_arguments(args: argparse.Namespace) -> None:
+    limits = {"--min_elastic_nodes": args.min_elastic_nodes, "--max_elastic_nodes": args.max_elastic_nodes}
+    given = {flag: value for flag, value in limits.items() if value != -1}
+    if given and not args.elastic_training:
+        raise ValueError(f"{' and '.join(given)} need --elastic_training")
+    for flag, value in given.items():
+        if value < 1:
+            raise ValueError(f"{flag} {value} must be at least 1")
+    if len(given) == 2 and args.min_elastic_nodes > args.max_elastic_nodes:
+        raise ValueError(f"--min_elastic_nodes {args.min_elastic_nodes} is above {args.max_elastic_nodes}, the maximum")
 
 
 def _use_visible_devices(args: argparse.Namespace, variable: str) -> None:
@@ -401,17 +431,18 @@ def exported_variables(environment: dict[str, str]) -> dict[str, str]:
     return exported
 
 
-class _InterruptedRun(Exception):
-    """The command was told to end while a multi-node launcher ran."""
-
-    def __init__(self, signum: signal.Signals) -> None:
-        super().__init__(signum.name)
-        self.signum = signum
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    # Raised into the wait for the launcher: that wait holds a lock, so the handler itself must not wait for it.
-    raise _InterruptedRun(signal.Signals(signum))
+def _check_backend_takes(args: argparse.Namespace, runner: MultiNodeRunner) -> None:
+    """Refuses, or warns about, what only a per-node launch step can do."""
+    if runner.starts_launch_step:
+        return
+    if args.elastic_training:
+        raise ValueError(
+            f"--elastic_training needs --launcher pdsh or ssh, or --no_ssh on each host; {runner.name} cannot start "
+            "ranks anew"
+        )
+    for flag, value in (("--venv_script", args.venv_script), ("--save_pid", args.save_pid)):
+        if value:
+            logger.warning(f"{flag} has no effect with launcher {runner.name}")
 
 
 def _run_multi_node(args: argparse.Namespace, world_info: str, active: Resources) -> int:
@@ -420,11 +451,13 @@ def _run_multi_node(args: argparse.Namespace, world_info: str, active: Resources
     Raises:
         RuntimeError: the launcher is not installed.
     """
-    slots = [] if args.launcher == PDSH_LAUNCHER else [{host: len(ids) for host, ids in active.items()}]
-    runner = LAUNCHER_CLASSES[args.launcher](args, world_info, *slots)
+    backend = LAUNCHER_CLASSES[args.launcher]
+    slots = [] if backend.starts_launch_step else [{host: len(ids) for host, ids in active.items()}]
+    runner = backend(args, world_info, *slots)
     if not runner.backend_exists():
         raise RuntimeError(f"launcher {args.launcher!r} is not installed on this host")
     runner.validate_active_resources(active)
+    _check_backend_takes(args, runner)
     environment = os.environ.copy()
     here = os.path.abspath(".")
     environment["PYTHONPATH"] = os.pathsep.join(part for part in (here, environment.get("PYTHONPATH")) if part)
@@ -432,21 +465,9 @@ def _run_multi_node(args: argparse.Namespace, world_info: str, active: Resources
         runner.add_export(key, value)
     command = runner.get_cmd(environment, active)
     logger.info(f"command: {shlex.join(command)}")
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _interrupt)
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    try:
-        return exit_status(process.wait())
-    except _InterruptedRun as interruption:
-        logger.info(f"received {interruption.signum.name}: ending the ranks")
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, signal.SIG_DFL)  # a second one: at once
-        kill = runner.kill_command(active)
-        if kill:
-            subprocess.run(kill, env=environment, timeout=_KILL_TIMEOUT_S, check=False)
-        process.send_signal(interruption.signum)
-        process.wait()
-        return 1
+    # Elastic ranks are there to go on without a host that failed.
+    end_on_failure = runner.starts_launch_step and not args.elastic_training
+    return RemoteJob(command, environment, runner.kill_command(active), end_on_failure).run()
 
 
 def main(args: list[str] | None = None) -> None:

@@ -290,6 +290,45 @@ def test_the_launch_step_needs_neither_torch_nor_the_package(tmp_path):
     assert not imported & {"torch", "deepspeed", "numpy"}
 
 
+def test_elastic_ranks_start_anew_with_the_rank_environment_and_local_rank(tmp_path):
+    text = ANNOUNCE + (
+        "import json\n"
+        "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "names = ['WORLD_SIZE', 'LOCAL_SIZE', 'CROSS_RANK', 'CROSS_SIZE', 'A_VISIBLE']\n"
+        "say(f'seen{rank}.{attempt}', json.dumps([sys.argv[1:], *(os.environ[name] for name in names)]))\n"
+        "while not all(os.path.exists(f'seen{other}.{attempt}') for other in range(2)): time.sleep(0.01)\n"
+        "if attempt == 0: sys.exit(3) if rank == 1 else time.sleep(600)\n"
+        "print('end', rank)\n"
+    )
+    flags = ["--enable_elastic_training", "--max_restarts=1", "--visible_devices_env=A_VISIBLE"]
+    flags += [f"--enable_each_rank_log={tmp_path}/logs"]
+    status, _, err = Launcher(tmp_path, text, *flags, user_args=["--lr", "1"]).finish()
+    assert status == 0, err
+    for rank in range(2):
+        for attempt in range(2):
+            seen = json.loads((tmp_path / f"seen{rank}.{attempt}").read_text())
+            assert seen == [[f"--local_rank={rank}", "--lr", "1"], "2", "2", "0", "1", "0,1"]
+    logs = "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
+    assert sorted(logs.splitlines()) == ["end 0", "end 1"]
+
+
+def test_elastic_ranks_that_fail_too_often_are_an_error(tmp_path):
+    launcher = Launcher(tmp_path, "import sys; sys.exit(3)", "--enable_elastic_training", "--max_restarts=0")
+    status, _, err = launcher.finish()
+    assert status == 1
+    assert "elastic agent of node 0" in err and "exitcode  : 3" in err
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs PR_SET_PDEATHSIG")
+def test_elastic_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path):
+    text = ANNOUNCE + "say(f'pid{rank}', os.getpid()); time.sleep(600)"
+    launcher = Launcher(tmp_path, text, "--enable_elastic_training")
+    pids = [int(pid) for pid in launcher.wait_for("pid0", "pid1")]
+    launcher.process.kill()
+    launcher.finish()
+    wait_until_gone(pids)
+
+
 def test_core_lists():
     assert core_binding.parse_core_list("8-9,0-2") == [0, 1, 2, 8, 9]
     for text in ("", "a", "3-1", "0-2,2", "1-"):

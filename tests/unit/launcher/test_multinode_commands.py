@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from deepspeed.launcher import launch, multinode_runner, runner
+from deepspeed.launcher import launch, launcher_helper, multinode_runner, runner, ssh_hosts
 from deepspeed.launcher.launcher_helper import env_mapping
 
 HOSTS = {"a": [0, 1], "b": [0, 1]}
@@ -20,8 +20,9 @@ HOSTS = {"a": [0, 1], "b": [0, 1]}
 
 def make(launcher, *flags, script=("train.py", "--lr", "0.1"), slots=None):
     args = runner.parse_args(["--launcher", launcher, "--master_addr", "10.0.0.1", *flags, *script])
-    pool = [] if launcher == "pdsh" else [slots or {"a": 2, "b": 2}]
-    return runner.LAUNCHER_CLASSES[launcher](args, runner.encode_world_info(HOSTS), *pool)
+    backend = runner.LAUNCHER_CLASSES[launcher]
+    pool = [] if backend.starts_launch_step else [slots or {"a": 2, "b": 2}]
+    return backend(args, runner.encode_world_info(HOSTS), *pool)
 
 
 def contains(command, part):
@@ -94,15 +95,44 @@ def test_pdsh_sources_the_venv_script_before_the_launch():
     assert command.index(". /env/activate;") < command.index("deepspeed.launcher.launch")
 
 
-def test_pdsh_kill_names_the_job_and_not_itself():
+def test_pdsh_kill_matches_the_launch_step_of_this_job_and_nothing_else():
     backend = make("pdsh")
     kill = backend.kill_command(HOSTS)
     assert kill[:6] == ["pdsh", "-S", "-f", "1024", "-w", "a,b"]
     pattern = shlex.split(kill[6])[-1]
-    remote = run_remote_part(backend.get_cmd({}, HOSTS))
-    assert re.search(pattern, remote)
-    assert not re.search(pattern, remote.replace("29500", "29501"))
-    assert not re.search(pattern, kill[6])
+    command = backend.get_cmd({}, HOSTS)
+    remote = run_remote_part(command)
+    step = remote[remote.index(sys.executable) :]
+    assert re.search(pattern, step)
+    assert not re.search(pattern, step.replace("29500", "29501"))
+    # The starting host is often one of the hosts: pdsh, the ssh clients and the shells have these words behind others.
+    for other in (kill[6], remote, f"sh -c {remote}", f"ssh a {remote}", " ".join(command)):
+        assert not re.search(pattern, other)
+
+
+def test_ssh():
+    backend = make(
+        "ssh", "--ssh_port", "2222", "--launcher_args", "-o StrictHostKeyChecking=no", script=("t.py", "a%n b")
+    )
+    command = backend.get_cmd({}, HOSTS)
+    assert command[:2] == [sys.executable, "-u"] and command[2] == ssh_hosts.__file__
+    args = ssh_hosts.parse_args(command[3:])
+    for index, host in enumerate("ab"):
+        *ssh, remote = ssh_hosts.ssh_command(args, index, host)
+        assert ssh[0] == "ssh" and ssh[-1] == host and "BatchMode=yes" in ssh
+        assert contains(ssh, ["-p", "2222"]) and contains(ssh, ["-o", "StrictHostKeyChecking=no"])
+        step = launch.parse_args(shlex.split(remote.split("deepspeed.launcher.launch")[1]))
+        assert (step.node_rank, step.training_script, step.training_script_args) == (index, "t.py", ["a%n b"])
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "ssh"])
+def test_elastic_flags_reach_the_launch_step(launcher):
+    flags = ["--elastic_training", "--min_elastic_nodes", "2", "--max_elastic_nodes", "4", "--max_restarts", "7"]
+    command = make(launcher, *flags).get_cmd({}, HOSTS)
+    words = " ".join(command).replace("%n", "0").split("deepspeed.launcher.launch")[1]
+    args = launch.parse_args(shlex.split(words))
+    assert args.enable_elastic_training
+    assert (args.min_elastic_nodes, args.max_elastic_nodes, args.max_restarts) == (2, 4, 7)
 
 
 def test_openmpi():
@@ -112,8 +142,19 @@ def test_openmpi():
     assert command[:5] == ["mpirun", "-n", "5", "-hostfile", "/my/hosts"]
     assert contains(command, ["--mca", "btl", "^openib"])
     assert contains(command, ["--mca", "btl_tcp_if_include", "eth0"])
+    assert contains(command, ["-x", "MASTER_ADDR=10.0.0.1"]) and contains(command, ["-x", "MASTER_PORT=29500"])
     assert contains(command, ["-x", "UCX_TLS=tcp"]) and contains(command, ["-x", "X=a b"])
     assert command[-5:] == [sys.executable, "-u", "train.py", "--lr", "0.1"]
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "mpich", "impi", "mvapich", "slurm"])
+def test_core_binding_and_logs_go_through_the_helper(launcher):
+    flags = ["--bind_cores_to_rank", "--bind_core_list", "0-3", "--enable_each_rank_log", "/my logs"]
+    command = make(launcher, *flags).get_cmd({}, HOSTS)
+    first = command.index("deepspeed.launcher.launcher_helper") + 1
+    args = launcher_helper.parse_args(command[first : first + 10])
+    assert (args.launcher, args.bind_cores_to_rank, args.bind_core_list) == (launcher, True, "0-3")
+    assert (args.enable_each_rank_log, args.user_script) == ("/my logs", "train.py")
 
 
 def test_openmpi_interface_given_by_the_user():
@@ -150,6 +191,7 @@ def test_slurm():
     (export,) = [word for word in command if word.startswith("--export=")]
     assert export.startswith("--export=ALL,") and "X=1" in export.split(",")
     assert env == {"LIST": "a,b"}  # srun splits --export at commas
+    assert "--kill-on-bad-exit=1" in command
     assert {"--nodelist=a,b", "--nodes=2", "--gpus-per-node=2"} <= set(command)
     assert "--gpus-per-node=2" not in backend.get_cmd({"DS_ACCELERATOR": "cpu"}, HOSTS)
 
@@ -169,6 +211,7 @@ def test_mvapich(tmp_path, monkeypatch):
     command = make("mvapich").get_cmd({}, HOSTS)
     assert command[:5] == ["mpirun", "-np", "4", "-ppn", "2"]
     assert contains(command, ["--hostfile", str(hostfile)]) and contains(command, ["-env", "MV2_USE_CUDA", "1"])
+    assert contains(command, ["-env", "MASTER_ADDR", "10.0.0.1"]) and contains(command, ["-env", "WORLD_SIZE", "4"])
     assert hostfile.read_text() == "a\nb\n"
     assert elsewhere.read_text() == "precious"
 
@@ -219,41 +262,86 @@ def test_missing_launcher_is_an_error(tmp_path, monkeypatch):
         runner.main([*flags, "script.py"])
 
 
-def test_multi_node_run_returns_the_launchers_status(tmp_path, monkeypatch):
-    fake = tmp_path / "pdsh"
-    fake.write_text('#!/bin/sh\n/bin/echo "$PYTHONPATH" "$@" > ' + f"{tmp_path}/seen\nexit 7\n")
-    fake.chmod(0o755)
-    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+@pytest.fixture
+def signals_restored():
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+def fake(folder, name, text):
+    program = folder / name
+    program.write_text("#!/bin/sh\n" + text)
+    program.chmod(0o755)
+
+
+def two_hosts(folder):
+    (folder / "hosts").write_text("a slots=1\nb slots=1\n")
+    return ["--hostfile", str(folder / "hosts"), "--master_addr", "a", "--no_ssh_check"]
+
+
+def test_multi_node_run_returns_the_launchers_status(tmp_path, monkeypatch, signals_restored):
+    fake(tmp_path, "pdsh", f'/bin/echo "$PYTHONPATH" "$@" > {tmp_path}/seen\nexit 7\n')
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    flags = ["--hostfile", str(tmp_path / "hosts"), "--master_addr", "a", "--no_ssh_check"]
     with pytest.raises(SystemExit) as stopped:
-        runner.main([*flags, "script.py"])
+        runner.main([*two_hosts(tmp_path), "script.py"])
     assert stopped.value.code == 7
     here, *words = (tmp_path / "seen").read_text().split()
     assert here == runner.os.getcwd() and words[:5] == ["-S", "-f", "1024", "-w", "a,b"]
 
 
+# As pdsh does: it stays until the remote side has ended, which the kill command, a second call, sees to.
+STAYS = """case "$*" in *pkill*) echo "$*" >> {0}/killed; exit 0;; esac
+{1}
+echo up > {0}/up
+while [ ! -f {0}/killed ]; do sleep 0.05; done
+echo ended > {0}/ended; exit 9
+"""
+
+
+def test_a_host_that_fails_ends_the_others_and_gives_its_status(tmp_path, monkeypatch, signals_restored, capfd):
+    says = "echo 'pdsh@here: b: ssh exited with exit code 5' >&2"
+    fake(tmp_path, "pdsh", STAYS.format(tmp_path, says))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(SystemExit) as stopped:
+        runner.main([*two_hosts(tmp_path), "script.py"])
+    assert stopped.value.code == 5
+    assert (tmp_path / "ended").exists() and "--world_info=" in (tmp_path / "killed").read_text()
+    assert "b: ssh exited with exit code 5" in capfd.readouterr().err  # the launcher's own words are handed on
+
+
+def test_elastic_ranks_go_on_without_a_host_that_failed(tmp_path, monkeypatch, signals_restored):
+    fake(tmp_path, "pdsh", "echo 'pdsh@here: b: ssh exited with exit code 5' >&2\nsleep 0.5\nexit 0\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    runner.main([*two_hosts(tmp_path), "--elastic_training", "script.py"])
+    assert not (tmp_path / "killed").exists()
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "mpich", "impi", "mvapich", "slurm"])
+def test_launchers_that_cannot_start_ranks_anew_refuse_elastic_training(tmp_path, monkeypatch, launcher):
+    for name in ("ompi_info", "mpirun", "sinfo"):
+        fake(tmp_path, name, "exit 99\n")
+    fake(tmp_path, "mpiname", "echo MVAPICH2-GDR 2.3\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(ValueError, match="pdsh or ssh"):
+        runner.main([*two_hosts(tmp_path), "--launcher", launcher, "--elastic_training", "script.py"])
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_the_remote_ranks_and_the_launcher(tmp_path, signum):
-    fake = tmp_path / "pdsh"  # stays until it is told to end, as pdsh does; the kill command comes as a second call
-    fake.write_text(
-        f'#!/bin/sh\ncase "$*" in *pkill*) echo "$*" > {tmp_path}/killed; exit 0;; esac\n'
-        f"trap 'echo ended > {tmp_path}/ended; kill $!; exit 9' INT TERM\n"
-        f"sleep 600 & echo up > {tmp_path}/up\nwait $!\n"
-    )
-    fake.chmod(0o755)
-    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(tmp_path / "hosts")]
+    fake(tmp_path, "pdsh", STAYS.format(tmp_path, ""))
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *two_hosts(tmp_path), "script.py"]
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([*command, "--master_addr", "a", "--no_ssh_check", "script.py"], env=env)
+    process = subprocess.Popen(command, env=env)
     deadline = time.monotonic() + 60
     while not (tmp_path / "up").exists():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
     process.send_signal(signum)
     assert process.wait(timeout=20) == 1
-    assert "--world_info=" in (tmp_path / "killed").read_text().replace("[-]-", "--")
+    assert "--world_info=" in (tmp_path / "killed").read_text()
     assert (tmp_path / "ended").exists()
 
 
