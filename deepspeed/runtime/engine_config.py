@@ -138,7 +138,7 @@ _UNBUILT: dict[str, str] = {
     "compile_autosp": "automatic sequence parallelism",
     "compile_autotp": "automatic tensor parallelism",
     "uses_parallelization_pass_only": "DeepCompile",
-    "print_forward_breakdown": "the flops profiler",
+    "print_forward_breakdown": "mixture of experts",
     "set_data_post_process_func": "data efficiency",
     "set_custom_curriculum_learning_schedule": "curriculum learning",
     "data_sampling_enabled": "data efficiency",

@@ -10,6 +10,12 @@ import torch.distributed
 
 from deepspeed.utils.logging import logger
 
+SYNCHRONISES = (
+    "comms_logger: the host waits for the device before and after each logged collective, and asynchronous ones are"
+    " waited for at once, so that latencies are whole. Nothing overlaps then: do not compare times of training steps"
+    " with those of a run without it."
+)
+
 _GATHERING = ("all_gather",)
 _N_MINUS_1_OVER_N = ("all_gather", "reduce_scatter", "all_to_all")
 
@@ -68,16 +74,30 @@ class CommsLogger:
     """Record of collectives. Off until :meth:`configure` or :meth:`start_profiling_comms`.
 
     ``comms_dict[record name][bytes]`` is ``[count, latencies in ms, algorithm Gbit/s, bus Gbit/s]``, three lists of
-    ``count`` entries. While it is on, each logged collective is followed by a device synchronisation.
+    ``count`` entries. While it is on, each logged collective begins and ends with a device synchronisation, which it
+    says once.
     """
 
     def __init__(self) -> None:
         self.comms_dict: dict[str, dict[int, list[Any]]] = {}
-        self.enabled = False
+        self._enabled = False
+        self._said = False
         self.prof_all = True
         self.prof_ops: list[str] = []
         self.verbose = False
         self.debug = False
+
+    @property
+    def enabled(self) -> bool:
+        """Whether collectives are logged at all; which of them, ``prof_all`` and ``prof_ops`` say."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self._enabled = value
+        if value and not self._said and _rank() == 0:
+            self._said = True
+            logger.info(SYNCHRONISES)
 
     def configure(self, comms_config: Any) -> None:
         """Take the ``comms_logger`` section of a :class:`deepspeed.comm.config.DeepSpeedCommsConfig`, if it has one."""
@@ -182,8 +202,7 @@ class CommsLogger:
         if show_straggler:
             self._add_straggler(summary)
         if print_log:
-            log_text = _table(summary, show_straggler)
-            print_rank_0(log_text)
+            print_rank_0(f"{_table(summary, show_straggler)}\n{_TABLE_NOTE}")
         return summary if return_dict else None
 
     def _add_straggler(self, summary: dict[str, dict[int, dict[str, float]]]) -> None:
@@ -197,6 +216,12 @@ class CommsLogger:
             if all(len(column) == len(latencies) for column in columns):
                 fastest = sum(min(at_same_call) for at_same_call in zip(*columns, strict=True))
                 summary[name][size]["straggler_ms"] = sum(latencies) - fastest
+
+
+_TABLE_NOTE = (
+    "Sizes are what one rank puts in. Bandwidths in Gbit/s: algbw is the operation's size over its latency, busbw what"
+    " a link carries (nccl-tests). Latencies were taken with the device synchronised before and after each operation."
+)
 
 
 def _figures(entry: list[Any]) -> dict[str, float]:

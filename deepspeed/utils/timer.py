@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timers of a training step, on the device's clock where it has one, and of throughput."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -268,7 +269,8 @@ class ThroughputTimer:
     """Samples per second of training steps.
 
     Args:
-        config: has ``enabled`` and ``synchronized`` (wait for the device at both ends of a measured step).
+        config: has ``enabled`` and ``synchronized``: wait for the device at both ends of each micro-step that is
+            measured. So that this does not slow down training, only steps that are reported are measured then.
         batch_size: samples of a global step.
         start_step: first global step that counts; those before warm up.
         steps_per_output: report every so many global steps; None or inf: never.
@@ -304,14 +306,21 @@ class ThroughputTimer:
         self.global_step_count = 0
         self.total_elapsed_time = 0.0
         self.step_elapsed_time = 0.0
+        self._measured_samples = 0
 
     def update_epoch_count(self) -> None:
         """A new epoch begins: micro-steps are counted afresh."""
         self.epoch_count += 1
         self.micro_step_count = 0
 
-    def _counts(self) -> bool:
-        return self.global_step_count >= self.start_step
+    def _measures(self) -> bool:
+        """Whether the present global step is measured."""
+        if self.global_step_count < self.start_step:
+            return False
+        every = self.steps_per_output
+        if not self.config.synchronized or not every or math.isinf(every):
+            return True
+        return (self.global_step_count + 1) % every == 0
 
     def _now(self) -> float:
         if self.config.synchronized:
@@ -324,7 +333,7 @@ class ThroughputTimer:
             return
         self.initialized = True
         self.started = True
-        if self._counts():
+        if self._measures():
             self.start_time = self._now()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
@@ -345,20 +354,22 @@ class ThroughputTimer:
             self.step_elapsed_time += duration
         if global_step:
             self.global_step_count += 1
-            if report_speed and self.step_elapsed_time > 0.0 and self._reports_now():
-                self._report()
-            self.step_elapsed_time = 0.0
+            if self.step_elapsed_time > 0.0:
+                self._measured_samples += self.batch_size
+            step_seconds, self.step_elapsed_time = self.step_elapsed_time, 0.0
+            if report_speed and step_seconds > 0.0 and self._reports_now():
+                self._report(step_seconds)
 
     def _reports_now(self) -> bool:
         every = self.steps_per_output
         return bool(every) and self.global_step_count % every == 0
 
-    def _report(self) -> None:
+    def _report(self, step_seconds: float) -> None:
         accelerator = get_accelerator()
         text = (
             f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
             f"RunningAvgSamplesPerSec={self.avg_samples_per_sec()}, "
-            f"CurrSamplesPerSec={self.batch_size / (self.step_elapsed_time + TIME_EPSILON)}, "
+            f"CurrSamplesPerSec={self.batch_size / (step_seconds + TIME_EPSILON)}, "
             f"MemAllocated={round(accelerator.memory_allocated() / _GIB, 2)}GB, "
             f"MaxMemAllocated={round(accelerator.max_memory_allocated() / _GIB, 2)}GB"
         )
@@ -368,8 +379,6 @@ class ThroughputTimer:
         self.logging(text)
 
     def avg_samples_per_sec(self) -> float:
-        """Samples per second over the steps that counted; minus infinity before the first."""
-        steps = self.global_step_count - self.start_step
-        if steps <= 0 or self.total_elapsed_time <= 0.0:
-            return float("-inf")
-        return self.batch_size * steps / self.total_elapsed_time
+        """Samples per second over the steps that were measured; minus infinity before the first."""
+        seconds = self.total_elapsed_time - self.step_elapsed_time
+        return self._measured_samples / seconds if self._measured_samples and seconds > 0.0 else float("-inf")

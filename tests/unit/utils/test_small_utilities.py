@@ -132,6 +132,7 @@ def test_ranges_are_closed_after_an_error(monkeypatch):
         range_pop=lambda domain: events.append(domain),
     )
     monkeypatch.setattr(nvtx, "get_accelerator", lambda: device)
+    monkeypatch.setattr(nvtx, "_requested", True)
 
     @nvtx.instrument_w_nvtx
     def fails():
