@@ -80,6 +80,8 @@ class Bucket:
     ) -> None:
         self.plan = plan
         self.position = position
+        names = [piece.record.name for piece in (*plan.pieces[:1], *plan.pieces[-1:])]
+        self.label = f"deepspeed.reduce_bucket_{position} ({' to '.join(dict.fromkeys(names))})"  # in profiles
         self.comm_dtype = comm_dtype
         self.accum_dtype = accum_dtype
         self.device = device

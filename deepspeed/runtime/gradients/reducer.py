@@ -22,6 +22,7 @@ from deepspeed.runtime.gradients.buckets import Bucket, BufferPool, CommBuffer
 from deepspeed.runtime.gradients.layout import FlatGroup, ShardLayout
 from deepspeed.runtime.gradients.ledger import GradientAccountingError, Ledger, ParameterRecord, Phase, stray_message
 from deepspeed.runtime.gradients.streams import order_for
+from deepspeed.utils.nvtx import profiler_range
 
 _serials = itertools.count(1)  # engines are made in the same order on every rank
 
@@ -248,7 +249,7 @@ class GradientReducer:
             buffers.append(self._free_buffer(bucket, 1 - bucket.slot))
             scratch = buffers[1].data.narrow(0, 0, plan.numel)
         before, after = self._scales(bucket.comm_dtype)
-        with torch.no_grad(), torch.profiler.record_function(f"deepspeed.reduce_bucket_{bucket.position}"):
+        with torch.no_grad(), profiler_range(bucket.label):
             data = bucket.fill(buffers[0].data, self.order, self._factor, before)
             self.order.fork()
             with self.order.side():
