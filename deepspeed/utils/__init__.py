@@ -24,12 +24,23 @@ from deepspeed.utils.tensor_fragment import (
     safe_update_full_grad_vectorized,
     tensor_fragment,
 )
+from deepspeed.utils.z3_leaf_module import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
 
 __all__ = [
     "DeprecatedException",
     "RepeatingLoader",
     "fragment_address",
     "get_caller_func",
+    "get_z3_leaf_modules",
     "instrument_w_nvtx",
     "log_dist",
     "log_dist_once",
@@ -50,5 +61,12 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
     "set_log_level_from_string",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "tensor_fragment",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
 ]
