@@ -142,7 +142,6 @@ def test_accepted(sections):
 
 
 UNSUPPORTED = [
-    ("zero_optimization.stage=3", {"zero_optimization": zero(3)}),
     ("zero_optimization.offload_optimizer", {"zero_optimization": zero(2, offload_optimizer={"device": "cpu"})}),
     ("zero_optimization.offload_optimizer", {"zero_optimization": zero(2, cpu_offload=True)}),
     ("zero_optimization.offload_param", {"zero_optimization": zero(2, offload_param={"device": "cpu"})}),
@@ -153,7 +152,6 @@ UNSUPPORTED = [
         {"zero_optimization": zero(2, zero_quantized_nontrainable_weights=True)},
     ),
     ("zero_optimization.zero_quantized_gradients", {"zero_optimization": zero(2, zero_quantized_gradients=True)}),
-    ("zero_optimization.zero_hpz_partition_size", {"zero_optimization": zero(2, zero_hpz_partition_size=2)}),
     ("pipeline", {"pipeline": {"partition": "uniform"}}),
     ("hybrid_engine.enabled", {"hybrid_engine": {"enabled": True}}),
     ("compile.deepcompile", {"compile": {"deepcompile": True}}),
@@ -162,6 +160,18 @@ UNSUPPORTED = [
     ("autotuning.enabled", {"autotuning": {"enabled": True}}),
     ("expert_parallel", {"expert_parallel": {"enabled": True}}),
     ("tensor_parallel.autotp_size", {"tensor_parallel": {"autotp_size": 2}}),
+    ("tensor_parallel.tp", {"tensor_parallel": {"tp": {"tp_size": 2}}}),
+    ("sequence_parallel_size", {"sequence_parallel_size": 2}),
+    ("use_data_before_expert_parallelism", {"use_data_before_expert_parallelism": True}),
+    ("torch_autocast.enabled", {"torch_autocast": {"enabled": True}}),
+    ("data_types.keep_in_fp32_modules", {"data_types": {"keep_in_fp32_modules": ["norm"]}}),
+    *(
+        (
+            f"{section}.{section}_master_weights_and_grads",
+            {section: {"enabled": True, f"{section}_master_weights_and_grads": True}, "zero_optimization": zero(1)},
+        )
+        for section in ("fp16", "bf16")
+    ),
     ("datastates_ckpt", {"datastates_ckpt": True}),
     ("checkpoint.writer", {"checkpoint": {"writer": {}}}),
 ]
@@ -189,7 +199,10 @@ def test_a_missing_feature_is_named(key, sections):
             "checkpoint": {"writer": None},
         },
         {"fp16": FP16, "gradient_allreduce_op": "sum", "csv_monitor": {"enabled": "auto"}},
-        *({section: {"enabled": True}} for section in ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")),
+        *(
+            {section: {"enabled": True}}
+            for section in ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")
+        ),
     ],
 )
 def test_what_exists_is_not_listed(sections):
