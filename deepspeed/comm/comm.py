@@ -18,7 +18,7 @@ import torch.distributed as torch_dist
 
 import deepspeed.utils.timer as timer
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import control
+from deepspeed.comm import control, watchdog
 from deepspeed.comm import torch as torch_backend
 from deepspeed.comm.launcher_env import (
     complete_environment,
@@ -37,6 +37,7 @@ from deepspeed.comm.utils import (
     get_local_rank_from_launcher,
     get_msg_size_from_args,
 )
+from deepspeed.comm.watched_calls import watch_calls
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 from deepspeed.utils.comms_logging import CommsLogger, get_caller_func
 from deepspeed.utils.logging import log_dist
@@ -181,13 +182,14 @@ def configure(
 
 
 def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Log calls of ``func`` (a collective of this module) while the comms logger is on."""
+    """Log calls of ``func`` (a collective of this module) while the comms logger is on, and have them watched."""
+    watched = watch_calls(func)
 
     @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not comms_logger.enabled:
-            return func(*args, **kwargs)
-        return _logged_call(func, args, kwargs)
+            return watched(*args, **kwargs)
+        return _logged_call(func, watched, args, kwargs)
 
     return call
 
@@ -213,11 +215,13 @@ def _nothing() -> None:
     return None
 
 
-def _logged_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` and file its latency. Collectives are completed here, so that the latency is all of it."""
+def _logged_call(
+    func: Callable[..., Any], watched: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run ``func``, as ``watched``, and file its latency. Collectives are completed here: the latency is all of it."""
     options = {**get_default_args(func), **kwargs}
     if not (options["prof"] or comms_logger.selects(options["log_name"])):
-        return func(*args, **kwargs)
+        return watched(*args, **kwargs)
     name = options["log_name"]
     if comms_logger.debug:
         name = get_debug_log_name(options, options["debug"] or get_caller_func(3))
@@ -233,7 +237,7 @@ def _logged_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         ranks = torch_dist.get_world_size(group) if in_group else 1
         comms_logger.append(func.__name__, name, (time.perf_counter() - start) * 1e3, size, ranks)
 
-    result = func(*args, **kwargs)
+    result = watched(*args, **kwargs)
     if func.__name__ in _POINT_TO_POINT:
         if not isinstance(result, list):
             return None if result is None else _LoggedWork(result, record)
@@ -669,7 +673,7 @@ def is_available() -> bool:
     return torch_dist.is_available()
 
 
-_on_destroy: list[Callable[[Any], None]] = [control.close_channels]
+_on_destroy: list[Callable[[Any], None]] = [watchdog.on_destroy, control.close_channels]
 
 
 def on_destroy(callback: Callable[[Any], None]) -> None:
@@ -797,6 +801,7 @@ def init_distributed(
     configure(deepspeed_config=config)
     if is_initialized():
         set_backend()
+        watchdog.start()
         return
     if dist_init_required is False:
         raise RuntimeError(
@@ -812,6 +817,7 @@ def init_distributed(
         world_size = world_size if world_size > 0 else int(os.environ["WORLD_SIZE"])
     _bind_device(dist_backend)
     _create_world(dist_backend, timeout, init_method, rank, world_size)
+    watchdog.start()
     if verbose:
         log_dist(f"initialised torch.distributed: backend {dist_backend}, {get_world_size()} ranks", ranks=[0])
 

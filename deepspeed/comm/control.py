@@ -16,6 +16,7 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import watchdog
 from deepspeed.comm.torch import is_alive, timeout_of
 
 
@@ -29,6 +30,9 @@ class _Link:
         self._group = None if self.gloo is not None else weakref.ref(group)
         self.closed = False
         self._buffers: dict[int, torch.Tensor] = {}
+        self._lane = watchdog.lane(group, "agreements")
+        if self.gloo is not None:
+            watchdog.guard(self.gloo)
         self._max = torch_dist.AllreduceOptions()
         self._max.reduceOp = torch_dist.ReduceOp.MAX
 
@@ -44,24 +48,26 @@ class _Link:
             buffer = self._buffers[length] = torch.zeros(length, dtype=torch.int64, device=device)
         return buffer
 
-    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
+    def all_reduce_max(self, values: Sequence[int], what: str = "a value") -> list[int]:
         buffer = self._buffer(len(values))
         buffer.copy_(torch.tensor(values, dtype=torch.int64))
         if self.gloo is not None:
-            self.gloo.allreduce([buffer], self._max).wait()
+            self._lane.note("agree on", what)
+            watchdog.wait(self.gloo.allreduce([buffer], self._max), what, self._lane)
         else:
             torch_dist.all_reduce(buffer, torch_dist.ReduceOp.MAX, self._group())
         return buffer.tolist()
 
-    def gather(self, obj: Any) -> list[Any]:
+    def gather(self, obj: Any, what: str = "a report") -> list[Any]:
         payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        longest = self.all_reduce_max([payload.numel()])[0]
+        longest = self.all_reduce_max([payload.numel()], what)[0]
         device = "cpu" if self.gloo is not None else get_accelerator().current_device_name()
         own = torch.zeros(longest, dtype=torch.uint8, device=device)
         own[: payload.numel()] = payload  # pickle ends with its own stop mark, so the padding needs no length
         everyone = [torch.empty_like(own) for _ in range(self.size)]
         if self.gloo is not None:
-            self.gloo.allgather([everyone], [own]).wait()
+            self._lane.note("gather", what)
+            watchdog.wait(self.gloo.allgather([everyone], [own]), what, self._lane)
         else:
             torch_dist.all_gather(everyone, own, self._group())
         return [pickle.loads(one.cpu().numpy().tobytes()) for one in everyone]
@@ -160,7 +166,7 @@ class ControlChannel:
         if self._link is None:
             return list(values)
         try:
-            return self._open_link(what).all_reduce_max(values)
+            return self._open_link(what).all_reduce_max(values, what)
         except RuntimeError as error:
             raise self._failure(what, error) from error
 
@@ -173,7 +179,7 @@ class ControlChannel:
         if self._link is None:
             return [obj]
         try:
-            return self._open_link(what).gather(obj)
+            return self._open_link(what).gather(obj, what)
         except RuntimeError as error:
             raise self._failure(what, error) from error
 

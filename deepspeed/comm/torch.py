@@ -102,7 +102,7 @@ def is_alive(group: Any) -> bool:
 class Noop:
     """Handle of an operation that had nothing to do."""
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         return None
 
 
