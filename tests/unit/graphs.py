@@ -46,6 +46,12 @@ class Batch(NamedTuple):
         return self._replace(x=function(self.x), y=function(self.y), target=function(self.target))
 
 
+def whole_copy(module: nn.Module) -> nn.Module:
+    """An ordinary copy of a module that an engine may have partitioned. Collective."""
+    with deepspeed.zero.GatheredParameters(module.parameters()):
+        return copy.deepcopy(module)
+
+
 Losses = Callable[[Callable[..., Tensor], nn.Module, Batch], Iterable[Tensor]]
 """From the engine (to call), its bare module and a batch to losses; each is sent backward before the next is made."""
 
@@ -111,7 +117,7 @@ def expected_gradients(
 ) -> dict[str, Tensor]:
     """Sum over ranks and their batches, by plain autograd in float64 at the module's present weights, over the world
     size and ``divisor``. Zeros for what was not used."""
-    wide = copy.deepcopy(module)
+    wide = whole_copy(module)
     wide.zero_grad(set_to_none=True)
     wide.cpu().double()
     for rank in range(dist.get_world_size()):

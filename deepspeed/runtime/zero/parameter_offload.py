@@ -443,6 +443,12 @@ class DeepSpeedZeRoOffload:
         for gather in start_gathers(stale):
             gather.wait()
 
+    def end_window(self) -> None:
+        """After a step: graphs of the window are of no use any more."""
+        self.coordinator.end_iteration()
+        for shard in self.shards:
+            shard.forget_saved()
+
     def release_backward_leftovers(self) -> None:
         """End the iteration: let go of what was gathered and not used."""
         self.coordinator.end_iteration()

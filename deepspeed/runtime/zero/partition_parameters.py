@@ -344,6 +344,7 @@ class GatheredParameters:
             for parameter in self.params:
                 register_external_parameter(fwd_module, parameter)
         self._versions: list[int] = []
+        self._before: dict[ShardedParameter, torch.Tensor] = {}
 
     def __enter__(self) -> None:
         if not self.enabled:
@@ -354,10 +355,17 @@ class GatheredParameters:
                 f"parameters {held[:4]} are held by another GatheredParameters already; the inner context could not"
                 " tell whose changes count. Gather each parameter in one context"
             )
+        # Values that are there anyway are shown as a copy, and put back at the end: whether they were changed inside
+        # may differ from rank to rank, what is gathered later must not.
+        for shard in self.shards:
+            if shard.gather is not None:
+                shard.gather.wait()
+        self._before = {shard: shard.full for shard in self.shards if shard.full is not None}
         gather_now(self.shards)
         for shard in self.shards:
             shard.held += 1
-            shard.private_copy()
+            if shard in self._before or shard.ranks.world_size == 1:
+                shard.show(shard.full.clone())
         self._versions = [shard.full._version for shard in self.shards]
 
     def __exit__(
@@ -387,6 +395,8 @@ class GatheredParameters:
                     dist.broadcast(whole, src=self.src_rank, group=ranks.group)
             former = shard.shard.clone()
             shard.write(whole)
+            if shard in self._before and ranks.world_size > 1:
+                self._before[shard][: shard.numel].copy_(whole.reshape(-1))
             link = getattr(shard.parameter, "_ds_link", None)
             if link is not None:
                 link.optimizer.take_changed_weights(link, former)
@@ -414,9 +424,11 @@ class GatheredParameters:
 
     def _leave(self) -> None:
         for shard in self.shards:
-            if shard.parameter.ds_active_sub_modules or shard.persistent and self.src_rank is not None:
-                continue
-            _let_go(shard)
+            if shard in self._before:
+                shard.show(self._before[shard])
+            elif not shard.parameter.ds_active_sub_modules:
+                _let_go(shard)
+        self._before = {}
 
 
 def _was_written(shard: ShardedParameter, version: int) -> bool:

@@ -158,7 +158,7 @@ class ShardedParameter:
 
     __slots__ = (
         "parameter", "ranks", "shape", "numel", "slice_numel", "dtype", "device", "name", "full", "gather", "held",
-        "saved", "version", "persistent", "ahead", "secondary", "coordinator", "__weakref__",
+        "saved", "window", "version", "persistent", "ahead", "secondary", "coordinator", "__weakref__",
     )  # fmt: skip
 
     def __init__(
@@ -176,6 +176,7 @@ class ShardedParameter:
         self.gather: Gather | None = None  # while under way
         self.held = 0  # GatheredParameters contexts that hold the whole value
         self.saved = 0  # uses in graphs whose backward has not come by yet
+        self.window = 0  # grows when ``saved`` starts anew
         self.version = 0  # of the values; grows with each write
         self.persistent = False
         self.ahead = False  # gathered before anybody asked
@@ -231,6 +232,11 @@ class ShardedParameter:
             self.full[: self.numel].copy_(flat)
         self.written()
 
+    def forget_saved(self) -> None:
+        """Start counting saved uses anew."""
+        self.saved = 0
+        self.window += 1
+
     def written(self) -> None:
         """The values have changed: graphs that saved them must not be used any more, copies are stale."""
         self.version += 1
@@ -249,6 +255,7 @@ class ShardedParameter:
 
     def show(self, full: torch.Tensor) -> None:
         """Make ``full`` (1-D, at least ``numel`` elements) the parameter's data."""
+        self._drop_address()
         self.full = full
         self.gather = None
         parameter = self.parameter
@@ -261,25 +268,19 @@ class ShardedParameter:
         """Let go of the whole value."""
         if self.gather is not None:
             self.gather.wait()
-        if self.full is not None:
-            address = self.full.data_ptr()
-            if GATHERED.get(address) is self:
-                del GATHERED[address]
-            self.full = None
+        self._drop_address()
+        self.full = None
         self.parameter.data = empty_like_kind(self.dtype, self.device)
         self.parameter.ds_status = NOT_AVAILABLE
         self.ahead = False
 
+    def _drop_address(self) -> None:
+        if self.full is not None and GATHERED.get(self.full.data_ptr()) is self:
+            del GATHERED[self.full.data_ptr()]
+
     def stand_in(self) -> None:
         """Give a hidden parameter its shape, without memory, for autograd to compare a gradient with."""
         self.parameter.data = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
-
-    def private_copy(self) -> None:
-        """Where the whole value is the shard's own memory (one rank), show a copy instead."""
-        if self.full is not None and self.full.data_ptr() == self.shard.data_ptr() and self.numel:
-            copy = self.full.clone()
-            self.hide()
-            self.show(copy)
 
 
 class SecondaryShard:
@@ -473,9 +474,14 @@ def gather_now(shards: Iterable[ShardedParameter]) -> None:
 
 
 class SavedWeight:
-    """What a graph keeps instead of (a view of) a gathered weight: where in it the view lies."""
+    """What a graph keeps instead of (a view of) a gathered weight: where in it the view lies.
 
-    __slots__ = ("shard", "size", "stride", "offset", "version", "waiting")
+    ``ShardedParameter.saved`` counts those that backward has not come by. What is gathered follows from that count, so
+    it must be the same on all ranks: that a graph was thrown away is not noticed, since when Python collects it differs
+    from rank to rank. The count starts anew with each window.
+    """
+
+    __slots__ = ("shard", "size", "stride", "offset", "version", "window", "waiting")
 
     def __init__(self, shard: ShardedParameter, view: torch.Tensor) -> None:
         self.shard = shard
@@ -483,17 +489,15 @@ class SavedWeight:
         self.stride = view.stride()
         self.offset = view.storage_offset() - shard.full.storage_offset()
         self.version = shard.version
+        self.window = shard.window
         self.waiting = True
         shard.saved += 1
 
     def used(self) -> None:
         """Backward has come by."""
-        if self.waiting:
-            self.waiting = False
+        if self.waiting and self.window == self.shard.window:
             self.shard.saved -= 1
-
-    def __del__(self) -> None:
-        self.used()
+        self.waiting = False
 
     def view(self) -> torch.Tensor:
         """The view, on the whole value that is there now.

@@ -167,7 +167,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         """
         self._check_gathers()
         super().step(closure)
-        self.parameter_offload.release_backward_leftovers()
+        self.parameter_offload.end_window()
 
     def _check_gathers(self) -> None:
         """Ranks that gathered different weights under one another's name must not step. Collective."""

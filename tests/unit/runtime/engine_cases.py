@@ -88,7 +88,8 @@ def make_engine(config: dict, model: nn.Module | None = None, optimizer: Any = N
 def twin_of(engine: Any) -> nn.Module:
     """A plain copy of the engine's model with its present weights, in fp32."""
     twin = OddModel()
-    twin.load_state_dict(engine.module.state_dict())
+    with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+        twin.load_state_dict(engine.module.state_dict())
     return twin
 
 
