@@ -85,8 +85,10 @@ def _divided(world: int, parts: int, name: str) -> Sourced:
     return Sourced(world // parts, f"world size {world} of the process group / {name} {parts}")
 
 
-def resolve_batch_sizes(train: int | None, micro: int | None, gas: int | None, world: Sourced) -> BatchSizes:
-    """Complete the batch sizes that are given (not None) and check that they agree.
+def resolve_batch_sizes(
+    train: int | None, micro: int | None, gas: int | None, world: Sourced, source: str = GIVEN
+) -> BatchSizes:
+    """Complete the batch sizes that are given (not None) and check that they agree. ``source``: who gave them.
 
     Raises:
         AssertionError: a size is not positive, too few are given, or the equation does not hold.
@@ -94,14 +96,14 @@ def resolve_batch_sizes(train: int | None, micro: int | None, gas: int | None, w
     given = {TRAIN_BATCH_SIZE: train, TRAIN_MICRO_BATCH_SIZE_PER_GPU: micro, GRADIENT_ACCUMULATION_STEPS: gas}
     for key, value in given.items():
         if value is not None and value <= 0:
-            raise AssertionError(f"Config key {key!r} must be an integer > 0, got {value} ({GIVEN})")
+            raise AssertionError(f"Config key {key!r} must be an integer > 0, got {value} ({source})")
     if train is None and micro is None:
         raise AssertionError(
             f"The config needs {TRAIN_BATCH_SIZE!r} or {TRAIN_MICRO_BATCH_SIZE_PER_GPU!r} (or both, or one of them "
             f"with {GRADIENT_ACCUMULATION_STEPS!r}); given: {GRADIENT_ACCUMULATION_STEPS}={gas}, "
             f"data-parallel world size {world.value} ({world.source})"
         )
-    sizes = _complete(train, micro, gas, world)
+    sizes = _complete(train, micro, gas, world, source)
     if not sizes.balanced or min(sizes.train.value, sizes.micro.value, sizes.gas.value) <= 0:
         raise AssertionError(
             f"The batch sizes do not agree: {sizes.equation()}. Change one of the given numbers, or leave one out and "
@@ -110,20 +112,20 @@ def resolve_batch_sizes(train: int | None, micro: int | None, gas: int | None, w
     return sizes
 
 
-def _complete(train: int | None, micro: int | None, gas: int | None, world: Sourced) -> BatchSizes:
+def _complete(train: int | None, micro: int | None, gas: int | None, world: Sourced, source: str) -> BatchSizes:
     ranks = world.value
     product = f"{TRAIN_MICRO_BATCH_SIZE_PER_GPU} * {GRADIENT_ACCUMULATION_STEPS} * world size"
-    new_gas, gas_source = gas, GIVEN
+    new_gas, gas_source = gas, source
     if new_gas is None:
         new_gas, gas_source = 1, "default"
         if train is not None and micro is not None:
             new_gas = train // micro // ranks
             gas_source = f"computed as {TRAIN_BATCH_SIZE} // {TRAIN_MICRO_BATCH_SIZE_PER_GPU} // world size"
-    new_micro, micro_source = micro, GIVEN
+    new_micro, micro_source = micro, source
     if new_micro is None:
         new_micro = train // ranks // new_gas
         micro_source = f"computed as {TRAIN_BATCH_SIZE} // world size // {GRADIENT_ACCUMULATION_STEPS}"
-    new_train, train_source = train, GIVEN
+    new_train, train_source = train, source
     if new_train is None:
         new_train, train_source = new_micro * new_gas * ranks, f"computed as {product}"
     return BatchSizes(

@@ -18,6 +18,8 @@ from pydantic import Field
 
 from deepspeed.comm.config import DeepSpeedCommsConfig
 from deepspeed.comm.constants import COMMS_LOGGER
+from deepspeed.elasticity.constants import ELASTICITY
+from deepspeed.elasticity.elasticity import elastic_batch_sizes, elasticity_enabled
 from deepspeed.monitor.config import DeepSpeedMonitorConfig, get_monitor_config
 from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.profiling.constants import FLOPS_PROFILER
@@ -49,6 +51,7 @@ from deepspeed.runtime.config_utils import (
     DeepSpeedConfigValueError,
     ScientificNotationEncoder,
     dict_raise_error_on_duplicate_keys,
+    distributed_is_initialized,
     dtype_from_name,
     global_rank,
     read_section,
@@ -119,6 +122,7 @@ KNOWN_TOP_LEVEL_KEYS = (
     const.TORCH_AUTOCAST,
     const.DATA_TYPES,
     const.CHECKPOINT,
+    ELASTICITY,
     ZERO_OPTIMIZATION,
     ALLGATHER_SIZE_DEPRECATED,
     ACT_CHKPT,
@@ -481,12 +485,15 @@ class DeepSpeedConfig:
         source = self._param_dict
         self.sequence_parallel_size: int | None = read_top_level(source, SEQUENCE_PARALLEL_SIZE)
         self.data_parallel_size: int | None = read_top_level(source, DATA_PARALLEL_SIZE)
-        self._batch_sizes = resolve_batch_sizes(
-            self._batch_size(const.TRAIN_BATCH_SIZE),
-            self._batch_size(const.TRAIN_MICRO_BATCH_SIZE_PER_GPU),
-            self._batch_size(const.GRADIENT_ACCUMULATION_STEPS),
-            data_parallel_world_size(self.sequence_parallel_size, self.mpu, self.mesh_device),
-        )
+        self.elasticity_enabled: bool = elasticity_enabled(source)
+        world = data_parallel_world_size(self.sequence_parallel_size, self.mpu, self.mesh_device)
+        if self.elasticity_enabled:
+            ranks = world.value if distributed_is_initialized() else None
+            sizes = elastic_batch_sizes(source, ranks)
+            self._batch_sizes = resolve_batch_sizes(*sizes, world, "chosen by the section 'elasticity'")
+        else:
+            keys = (const.TRAIN_BATCH_SIZE, const.TRAIN_MICRO_BATCH_SIZE_PER_GPU, const.GRADIENT_ACCUMULATION_STEPS)
+            self._batch_sizes = resolve_batch_sizes(*(self._batch_size(key) for key in keys), world)
         self.train_batch_size: int = self._batch_sizes.train.value
         self.train_micro_batch_size_per_gpu: int = self._batch_sizes.micro.value
         self.gradient_accumulation_steps: int = self._batch_sizes.gas.value

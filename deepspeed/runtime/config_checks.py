@@ -34,7 +34,6 @@ REMOVED_TOP_LEVEL_KEYS: dict[str, str] = {
     "sparse_gradients": "",
     "eigenvalue": "",
     "sparse_attention": "",
-    "elasticity": "",
     "graph_harvesting": "",
     "curriculum_learning": "truncate or pad the sequences in the collate function of the data loader",
     "progressive_layer_drop": "",

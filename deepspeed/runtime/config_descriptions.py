@@ -235,6 +235,18 @@ DESCRIPTIONS: dict[str, str] = {
     "data_efficiency.data_sampling.pin_memory": "Page-locked batches.",
     "data_efficiency.data_sampling.curriculum_learning": "Difficulty over time.",
     "data_efficiency.data_sampling.dynamic_batching": "Batches of equal numbers of tokens.",
+    # Elasticity
+    "elasticity.enabled": "Choose the three batch sizes so that many numbers of GPUs fit; `ds_elastic` shows them.",
+    "elasticity.max_train_batch_size": "Largest train batch size that may be chosen. Required when enabled.",
+    "elasticity.micro_batch_sizes": "Micro batch sizes to choose from, samples. Required when enabled.",
+    "elasticity.min_gpus": "Fewest GPUs.",
+    "elasticity.max_gpus": "Most GPUs.",
+    "elasticity.num_gpus_per_node": "GPUs of a node: the job grows and shrinks by whole nodes (version 0.2).",
+    "elasticity.model_parallel_size": "GPUs that share one replica of the model; divides a node (version 0.2).",
+    "elasticity.min_time": "Minutes for which a scheduler leaves the number of GPUs alone; only passed on.",
+    "elasticity.version": "0.1 or 0.2.",
+    "elasticity.prefer_larger_batch": "Of batch sizes that equally many numbers of GPUs fit, the largest.",
+    "elasticity.ignore_non_elastic_batch_info": "Ignore batch keys beside this section instead of refusing them.",
 }
 
 # Keys that are checked and then change nothing, whatever else the config says.
@@ -269,7 +281,6 @@ OPTION_OF: dict[str, str] = {
     "csv_monitor": "csv_monitor.enabled",
     "comet": "comet.enabled",
     "aio": "zero_optimization.offload_optimizer",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "zero_optimization.offload_optimizer",
     **{
         f"zero_optimization.{key}": STAGE_3
         for key in (
@@ -291,6 +302,7 @@ OPTION_OF: dict[str, str] = {
             "override_module_apply",
             "log_trace_cache_warnings",
             "enable_sanity_checks",
+            "save_muon_momentum_buffer_in_memory",
             "leaf_module",
         )
     },

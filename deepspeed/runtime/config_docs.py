@@ -54,6 +54,7 @@ values of a running engine. Origins are `file` (`dict`, `base64`: what the confi
 | train | accumulation = 1, micro = train // world |
 | micro | accumulation = 1, train = micro * world |
 | accumulation, or nothing | error |
+| section `elasticity` | all three are chosen, so that many numbers of GPUs fit: [launching.md](launching.md) |
 
 The data-parallel world size is what `mpu.get_data_parallel_world_size()` says, else the world size of the process
 group, divided by the ranks that share a sequence; 1 before the process group exists. A contradiction is an

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.comm.constants import COMMS_LOGGER
+from deepspeed.elasticity.constants import ELASTICITY
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 from deepspeed.profiling.config import _KINDS as FLOPS_PROFILER_KINDS
 from deepspeed.profiling.constants import FLOPS_PROFILER
@@ -134,7 +135,7 @@ def all_keys() -> list[Key]:
         _from_spec(f"{FLOPS_PROFILER}.{name}", KeySpec(kind, default))
         for name, (kind, default) in FLOPS_PROFILER_KINDS.items()
     ]
-    for path in (PIPELINE, DATA_EFFICIENCY, f"{DATA_EFFICIENCY}.data_sampling"):
+    for path in (PIPELINE, DATA_EFFICIENCY, f"{DATA_EFFICIENCY}.data_sampling", ELASTICITY):
         keys += _from_table(path)
     return keys
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from deepspeed.elasticity import constants as elastic
 from deepspeed.runtime import constants as const
 from deepspeed.runtime.config_utils import AUTO, KeySpec, check_section_keys, read_section
 from deepspeed.utils.logging import log_levels
@@ -128,6 +129,19 @@ SECTIONS: dict[str, dict[str, KeySpec]] = {
         "pin_memory": KeySpec("bool", False),
         "curriculum_learning": KeySpec("dict", {}),
         "dynamic_batching": KeySpec("dict", {}),
+    },
+    elastic.ELASTICITY: {
+        elastic.ENABLED: KeySpec("bool", elastic.ENABLED_DEFAULT),
+        elastic.MAX_ACCEPTABLE_BATCH_SIZE: KeySpec("int", elastic.MAX_ACCEPTABLE_BATCH_SIZE_DEFAULT, above=0),
+        elastic.MICRO_BATCHES: KeySpec("list", elastic.MICRO_BATCHES_DEFAULT),
+        elastic.MIN_GPUS: KeySpec("int", elastic.MIN_GPUS_DEFAULT, above=0),
+        elastic.MAX_GPUS: KeySpec("int", elastic.MAX_GPUS_DEFAULT, above=0),
+        elastic.NUM_GPUS_PER_NODE: KeySpec("int", elastic.NUM_GPUS_PER_NODE_DEFAULT, above=0),
+        elastic.MODEL_PARALLEL_SIZE: KeySpec("int", elastic.MODEL_PARALLEL_SIZE_DEFAULT, above=0),
+        elastic.MIN_TIME: KeySpec("number", elastic.MIN_TIME_DEFAULT, minimum=0),
+        elastic.VERSION: KeySpec("number", elastic.VERSION_DEFAULT, above=0),
+        elastic.PREFER_LARGER_BATCH: KeySpec("bool", elastic.PREFER_LARGER_BATCH_DEFAULT),
+        elastic.IGNORE_NON_ELASTIC_BATCH_INFO: KeySpec("bool", elastic.IGNORE_NON_ELASTIC_BATCH_INFO_DEFAULT),
     },
 }
 

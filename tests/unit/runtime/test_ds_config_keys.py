@@ -175,7 +175,6 @@ def test_lenient_sections_ignore_unknown_keys_but_not_misspelt_ones(section, mis
         "sparse_gradients",
         "eigenvalue",
         "sparse_attention",
-        "elasticity",
         "graph_harvesting",
         "curriculum_learning",
         "progressive_layer_drop",
