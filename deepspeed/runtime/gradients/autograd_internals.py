@@ -19,6 +19,7 @@ _graph_task_id = getattr(torch._C, "_current_graph_task_id", None)
 _will_execute = getattr(torch._C, "_will_engine_execute_node", None)
 _runs_whole_graph = getattr(_engine, "is_checkpoint_valid", None)
 _foreach_copy = getattr(torch, "_foreach_copy_", None)
+_profiler = torch.autograd.profiler
 _foreach_add = getattr(torch, "_foreach_add_", None)
 _saved_hooks_allowed = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", None)
 _top_saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -82,7 +83,7 @@ def register_after_node(node: BackwardCFunction, callback: Callable[[], None]) -
 
 def profiler_is_recording() -> bool:
     """Whether a torch profiler (or ``emit_nvtx``) records now. Fallback: always, at some microseconds per label."""
-    return getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    return getattr(_profiler, "_is_profiler_enabled", True)
 
 
 def can_check_reentrant_backward() -> bool:
