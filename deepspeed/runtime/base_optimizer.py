@@ -367,6 +367,12 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self.retract_gradients()
         self.reducer.settle()
 
+    def write_weight(self, link: Any, value: torch.Tensor) -> None:
+        """Give a parameter of the model the values that its master was given; the same on every rank."""
+        parameter = link.record.parameter
+        parameter.data.copy_(value)
+        torch.autograd.graph.increment_version(parameter)
+
     def gradients_edited(self) -> None:
         """The shards were written by an accessor."""
 

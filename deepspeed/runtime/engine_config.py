@@ -125,8 +125,6 @@ _UNBUILT: dict[str, str] = {
     "zenflow_config": "ZenFlow",
     "empty_partition_cache": "ZeRO-3",
     "is_first_weights_partition_group": "ZeRO-3",
-    "_zero3_consolidated_16bit_state_dict": "ZeRO-3",
-    "_consolidated_16bit_state_dict": "ZeRO-3 and tensor parallelism",
     "compile": "engine.compile",
     "register_compile_pass": "engine.compile",
     "get_compile_time": "engine.compile",

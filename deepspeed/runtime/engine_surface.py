@@ -2,6 +2,7 @@
 """What outside code reads from an engine, and the wrapped model's own surface; the training loop is in ``engine``."""
 
 import gc
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ from deepspeed.runtime import constants as const
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from deepspeed.runtime.zero.whole_state import load_whole_weights, whole_state_dict
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist
 from deepspeed.utils.timer import BACKWARD_MICRO_TIMER, FORWARD_MICRO_TIMER, STEP_MICRO_TIMER, ThroughputTimer
@@ -170,6 +172,8 @@ class EngineSurface:
     ) -> None:
         """Load weights from ``checkpoint["module"]``; the master weights follow.
 
+        At stage 3 every rank has all of ``checkpoint["module"]`` and takes its shards of it.
+
         Raises:
             RuntimeError: missing or unexpected keys, with ``strict``.
         """
@@ -177,24 +181,58 @@ class EngineSurface:
         if custom_load_fn is not None:
             custom_load_fn(src=weights, dst=self.module)
         else:
-            result = self.module.load_state_dict(weights)
-            missing = [key for key in result.missing_keys if key not in set(allowed_missing_keys or ())]
-            if strict and (missing or result.unexpected_keys):
-                raise RuntimeError(f"weights do not fit: missing {missing}, unexpected {result.unexpected_keys}")
+            missing, unexpected = load_whole_weights(self.module, weights)
+            missing = [key for key in missing if key not in set(allowed_missing_keys or ())]
+            if strict and (missing or unexpected):
+                raise RuntimeError(f"weights do not fit: missing {missing}, unexpected {unexpected}")
         if self._stepper is not None:
             self._stepper.refresh_fp32_params()
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the model's ``state_dict`` in its own dtype from rank 0. Every rank calls it. True when written."""
+        """Write the model's ``state_dict`` in its own dtype from rank 0. Every rank calls it.
+
+        Returns:
+            True when written; at stage 3 False, and nothing is written, without
+            ``stage3_gather_16bit_weights_on_model_save``.
+        """
+        partitioned = self._config.zero_optimization_stage == 3
+        if partitioned and not self._config.zero_config.gather_16bit_weights_on_model_save:
+            log_dist(
+                "save_16bit_model wrote nothing: at stage 3 the weights are partitioned. Set"
+                " zero_optimization.stage3_gather_16bit_weights_on_model_save to gather them",
+                ranks=[0],
+                level=logging.WARNING,
+            )
+            return False
+        whole = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters) if partitioned else None
         if dist.get_rank() == 0:
             os.makedirs(save_dir, exist_ok=True)
-            state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+            state = whole or self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
             own = {key: value.detach().clone() if torch.is_tensor(value) else value for key, value in state.items()}
             torch.save(own, os.path.join(save_dir, save_filename))
         dist.barrier()
         return True
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """The whole model's ``state_dict`` on the CPU of rank 0, None elsewhere. Collective.
+
+        Raises:
+            ValueError: the weights are not partitioned (stages 0 to 2).
+        """
+        if self._config.zero_optimization_stage != 3:
+            raise ValueError(
+                "_zero3_consolidated_16bit_state_dict needs ZeRO stage 3; use module_state_dict() at stage"
+                f" {int(self._config.zero_optimization_stage)}"
+            )
+        return whole_state_dict(self.module, dist.get_rank() == 0, exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """As ``_zero3_consolidated_16bit_state_dict``."""
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
         """Old name of ``save_16bit_model``."""

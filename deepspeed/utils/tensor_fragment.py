@@ -198,9 +198,14 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 @torch.no_grad()
 def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Replace the fp32 master weight; the model's weight follows at the next step. Collective."""
+    """Replace the fp32 master weight; the model's weight follows at once. Collective.
+
+    Args:
+        value: the same on every rank, in the parameter's shape.
+    """
     link = _require_link(param)
     link.scatter(value, link.optimizer.own_master(link))
+    link.optimizer.write_weight(link, value)
 
 
 def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -242,20 +247,75 @@ def _state_entry(link: ParameterLink, key: str) -> torch.Tensor:
     return torch.as_tensor(state[key])
 
 
-def _local_only_for_stage3(function: str) -> Callable[..., Any]:
-    def refuse(param: torch.nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+# ----------------------------------------------------------------------------------------------- own partition only
+
+
+def _require_partitioned(param: torch.nn.Parameter, function: str) -> ParameterLink:
+    if getattr(param, "ds_id", None) is None:
         raise AssertionError(
             f"{function}: the parameter is not partitioned by ZeRO-3, so it has no local partition of its own."
             f" Use {function.replace('local', 'full')}"
         )
-
-    refuse.__name__ = function
-    return refuse
+    return _require_link(param)
 
 
-safe_get_local_grad = _local_only_for_stage3("safe_get_local_grad")
-safe_set_local_grad = _local_only_for_stage3("safe_set_local_grad")
-safe_get_local_fp32_param = _local_only_for_stage3("safe_get_local_fp32_param")
-safe_set_local_fp32_param = _local_only_for_stage3("safe_set_local_fp32_param")
-safe_get_local_optimizer_state = _local_only_for_stage3("safe_get_local_optimizer_state")
-safe_set_local_optimizer_state = _local_only_for_stage3("safe_set_local_optimizer_state")
+def _write_local(link: ParameterLink, target: torch.Tensor, value: torch.Tensor) -> None:
+    if value.shape != target.shape:
+        raise ValueError(
+            f"this rank's partition of parameter {link.record.name!r} has shape {tuple(target.shape)}, the value to set"
+            f" has {tuple(value.shape)}"
+        )
+    target.copy_(value)
+
+
+def _local_gradient(link: ParameterLink) -> torch.Tensor:
+    _own_gradient(link)  # settles, and raises where there is none
+    optimizer = link.optimizer
+    return optimizer.own_padded(link, optimizer.reducer.shards[link.group.index])
+
+
+def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's partition of a stage 3 parameter's true gradient: 1-D, padded. Collective.
+
+    Raises:
+        AssertionError: the parameter is not partitioned.
+        ValueError: no backward has run in this window.
+    """
+    return _local_gradient(_require_partitioned(param, "safe_get_local_grad")).clone()
+
+
+@torch.no_grad()
+def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's partition of the true gradient. Collective."""
+    link = _require_partitioned(param, "safe_set_local_grad")
+    _write_local(link, _local_gradient(link), value)
+
+
+def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's partition of the fp32 master: 1-D, padded."""
+    link = _require_partitioned(param, "safe_get_local_fp32_param")
+    return link.optimizer.own_padded(link, link.optimizer.state_owner(link).data).clone()
+
+
+@torch.no_grad()
+def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's partition of the master; the model's weight follows at once. Collective."""
+    link = _require_partitioned(param, "safe_set_local_fp32_param")
+    _write_local(link, link.optimizer.own_padded(link, link.optimizer.state_owner(link).data), value)
+    link.optimizer.write_local_weight(link, value)
+
+
+def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor:
+    """This rank's partition of an entry of the optimizer's state: 1-D, padded; entries without dimensions as they
+    are."""
+    link = _require_partitioned(param, "safe_get_local_optimizer_state")
+    state = _state_entry(link, optim_state_key)
+    return (state if state.dim() == 0 else link.optimizer.own_padded(link, state)).clone()
+
+
+@torch.no_grad()
+def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replace this rank's partition of an entry of the optimizer's state."""
+    link = _require_partitioned(param, "safe_set_local_optimizer_state")
+    state = _state_entry(link, optim_state_key)
+    _write_local(link, state if state.dim() == 0 else link.optimizer.own_padded(link, state), value)

@@ -52,6 +52,7 @@ def bytes_held(
     weight_bytes: int = BIT16,
     bucket: int = BUCKET,
     exchanges: bool = False,
+    frozen_params: int = 0,
 ) -> dict[str, int]:
     """Bytes that one rank holds from its first step on, between steps: by the names of ``HOLDINGS``, and buffers.
 
@@ -62,12 +63,14 @@ def bytes_held(
         weight_bytes: of an element of the weights.
         bucket: ``reduce_bucket_size``.
         exchanges: the ranks are on CPU, where a reduce-scatter receives into the second buffer.
+        frozen_params: further elements, that are not trained: they are weights and nothing else.
     """
     share = -(-total_params // world_size)
     held = {
         holding.name: (holding.nbytes or weight_bytes) * (share if stage >= holding.sharded_from else total_params)
         for holding in HOLDINGS
     }
+    held["weights"] += weight_bytes * (-(-frozen_params // world_size) if stage >= 3 else frozen_params)
     one_bucket = total_params <= bucket
     largest = total_params if one_bucket else min(bucket, share if stage < 3 else total_params)
     buffers = 2 if not one_bucket or (exchanges and world_size > 1) else 1
@@ -93,17 +96,21 @@ def estimate_zero2_model_states_mem_needs(
     Returns:
         bytes of CPU memory per node, bytes of device memory per rank.
     """
-    world_size = num_gpus_per_node * num_nodes
-    held = bytes_held(total_params, world_size, stage=2)
+    return _zero2_needs(total_params, 0, num_gpus_per_node, num_nodes, cpu_offload, additional_buffer_factor)
+
+
+def _zero2_needs(
+    trained: int, frozen: int, num_gpus_per_node: int, num_nodes: int, cpu_offload: bool, factor: float
+) -> tuple[int, int]:
+    held = bytes_held(trained, num_gpus_per_node * num_nodes, stage=2, frozen_params=frozen)
     moved = _moved(held, {"offload_optimizer"} if cpu_offload else set())
-    device = sum(held.values()) - moved
     # In backward, gradients lie in .grad until their bucket is complete. At the start, the weights are copied into
-    # one tensor while those of the model are still there; neither happens together with all of the rest.
-    device += min(total_params, BUCKET) * BIT16
-    device = max(device, 2 * held["weights"])
+    # one tensor while those of the model are still there, and most of the rest is not.
+    device = sum(held.values()) - moved + min(trained, BUCKET) * BIT16
+    device = max(device, held["weights"] + trained * BIT16)
     # Every rank builds the model in fp32 on the CPU before it moves to the device.
-    built = total_params * FP32 * num_gpus_per_node
-    return int(max(built, moved * num_gpus_per_node) * additional_buffer_factor), int(device)
+    built = (trained + frozen) * FP32 * num_gpus_per_node
+    return int(max(built, moved * num_gpus_per_node) * factor), device
 
 
 def estimate_zero3_model_states_mem_needs(
@@ -133,46 +140,60 @@ def estimate_zero3_model_states_mem_needs(
         bytes of CPU memory per node; bytes of device memory per rank, with the next; bytes of the largest layer,
         gathered, with its gradient.
     """
-    world_size = num_gpus_per_node * num_nodes
-    held = bytes_held(total_params, world_size, stage=3)
+    return _zero3_needs(
+        total_params,
+        0,
+        largest_layer_params,
+        num_gpus_per_node,
+        num_nodes,
+        cpu_offload,
+        cpu_offload_params,
+        zero_init,
+        additional_buffer_factor,
+    )
+
+
+def _zero3_needs(
+    trained: int,
+    frozen: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int,
+    num_nodes: int,
+    cpu_offload: bool,
+    cpu_offload_params: bool,
+    zero_init: bool,
+    factor: float,
+) -> tuple[int, int, int]:
+    held = bytes_held(trained, num_gpus_per_node * num_nodes, stage=3, frozen_params=frozen)
     keys = {"offload_optimizer", "offload_param"} if cpu_offload_params else {"offload_optimizer"}
     moved = _moved(held, keys if cpu_offload else set())
     layer = largest_layer_params * 2 * BIT16
-    ahead = min(total_params, PREFETCH) * BIT16
+    ahead = min(trained + frozen, PREFETCH) * BIT16
     device = sum(held.values()) - moved + layer + ahead
-    built = (largest_layer_params if zero_init else total_params) * FP32 * num_gpus_per_node
-    return int(max(built, moved * num_gpus_per_node) * additional_buffer_factor), int(device), int(layer)
+    built = (largest_layer_params if zero_init else trained + frozen) * FP32 * num_gpus_per_node
+    return int(max(built, moved * num_gpus_per_node) * factor), device, layer
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the table of ``estimate_zero2_model_states_mem_needs_all_cold`` for a model."""
-    estimate_zero2_model_states_mem_needs_all_cold(
-        count_params(model), num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
+    """Print what ZeRO-2 needs for ``model`` with and without offload; frozen parameters are weights and nothing else."""
+    _print_zero2(*count_params(model), num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Print what ZeRO-2 needs with and without offload, for ``total_params`` trainable elements."""
-    rows = []
-    for cpu_offload in (True, False):
-        cpu, device = estimate_zero2_model_states_mem_needs(
-            total_params, num_gpus_per_node, num_nodes, cpu_offload, additional_buffer_factor
-        )
-        rows.append((cpu, device, f"offload_optimizer={_device(cpu_offload)}"))
-    _print_table("ZeRO-2", f"{_millions(total_params)} parameters", num_gpus_per_node, num_nodes, rows)
+    _print_zero2(total_params, 0, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the table of ``estimate_zero3_model_states_mem_needs_all_cold`` for a model, partitioned or not."""
-    estimate_zero3_model_states_mem_needs_all_cold(
-        count_params(model), largest_layer(model), num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
+    """Print what ZeRO-3 needs for ``model``, partitioned or not, with and without offload and ``zero.Init``; frozen
+    parameters are weights and nothing else."""
+    _print_zero3(*count_params(model), largest_layer(model), num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -182,31 +203,46 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what ZeRO-3 needs with and without offload and ``zero.Init``."""
+    """Print what ZeRO-3 needs with and without offload and ``zero.Init``, for ``total_params`` trainable elements."""
+    _print_zero3(total_params, 0, largest_layer_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
+
+
+def _print_zero2(trained: int, frozen: int, num_gpus_per_node: int, num_nodes: int, factor: float) -> None:
     rows = []
-    for offload, offload_params in ((True, True), (True, False), (False, False)):
+    for cpu_offload in (True, False):
+        needs = _zero2_needs(trained, frozen, num_gpus_per_node, num_nodes, cpu_offload, factor)
+        rows.append((*needs, f"offload_optimizer={_device(cpu_offload)}"))
+    _print_table("ZeRO-2", _size(trained, frozen), num_gpus_per_node, num_nodes, rows)
+
+
+def _print_zero3(
+    trained: int, frozen: int, largest_layer_params: int, num_gpus_per_node: int, num_nodes: int, factor: float
+) -> None:
+    rows = []
+    for optimizer, params in ((True, True), (True, False), (False, False)):
         for zero_init in (True, False):
-            cpu, device, _ = estimate_zero3_model_states_mem_needs(
-                total_params,
+            cpu, device, _ = _zero3_needs(
+                trained,
+                frozen,
                 largest_layer_params,
                 num_gpus_per_node,
                 num_nodes,
-                offload,
-                offload_params,
+                optimizer,
+                params,
                 zero_init,
-                additional_buffer_factor,
+                factor,
             )
-            options = (
-                f"offload_param={_device(offload_params)}, offload_optimizer={_device(offload)}, zero.Init={zero_init}"
-            )
+            options = f"offload_param={_device(params)}, offload_optimizer={_device(optimizer)}, zero.Init={zero_init}"
             rows.append((cpu, device, options))
-    size = f"{_millions(total_params)} parameters, largest layer {_millions(largest_layer_params)}"
+    size = f"{_size(trained, frozen)}, largest layer {_millions(largest_layer_params)}"
     _print_table("ZeRO-3", size, num_gpus_per_node, num_nodes, rows)
 
 
-def count_params(model: nn.Module) -> int:
-    """Elements of all parameters, shared ones once, whole sizes of partitioned ones."""
-    return sum(_numel(parameter) for parameter in model.parameters())
+def count_params(model: nn.Module) -> tuple[int, int]:
+    """Elements of trainable and of frozen parameters, shared ones once, whole sizes of partitioned ones."""
+    parameters = list(model.parameters())
+    trained = sum(_numel(parameter) for parameter in parameters if parameter.requires_grad)
+    return trained, sum(_numel(parameter) for parameter in parameters) - trained
 
 
 def largest_layer(model: nn.Module) -> int:
@@ -228,6 +264,10 @@ def _moved(held: dict[str, int], keys: set[str]) -> int:
 
 def _device(offload: bool) -> str:
     return "cpu" if offload else "none"
+
+
+def _size(trained: int, frozen: int) -> str:
+    return f"{_millions(trained)} parameters" + (f" and {_millions(frozen)} frozen ones" if frozen else "")
 
 
 def _millions(count: int) -> str:

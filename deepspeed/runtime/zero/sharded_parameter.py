@@ -3,8 +3,8 @@
 
 A parameter of ``numel`` elements is padded to a multiple of the ranks; rank ``r`` holds elements
 ``[r * n, (r + 1) * n)``, ``n = ceil(numel / ranks)``, in ``parameter.ds_tensor``. While it is not gathered its
-``.data`` is an empty tensor. Gathering gives ``.data`` whole values in memory that releasing lets go of; whoever still holds a
-view of that memory keeps it, so a release never pulls values away from under a reader.
+``.data`` is an empty tensor. Gathering gives ``.data`` whole values in memory that releasing lets go of; whoever
+still holds a view of that memory keeps it, so a release never pulls values away from under a reader.
 """
 
 import weakref

@@ -190,6 +190,16 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         master = self.own_master(link)
         master.copy_(torch.where(now != before, now.to(master.dtype), master))
 
+    def write_weight(self, link: ParameterLink, value: torch.Tensor) -> None:
+        shard_of(link.record.parameter).write(value)
+
+    @torch.no_grad()
+    def write_local_weight(self, link: ParameterLink, value: torch.Tensor) -> None:
+        """Give this rank's shard of a parameter the values that its master was given. Collective."""
+        shard = shard_of(link.record.parameter)
+        shard.shard.copy_(value)
+        self.parameter_offload.weights_written([shard])
+
     def _public_norm(self, norm: torch.Tensor | None) -> Any:
         """0-dim float64."""
         return norm
