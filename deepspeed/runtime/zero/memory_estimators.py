@@ -177,7 +177,7 @@ def _zero3_needs(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print what ZeRO-2 needs for ``model`` with and without offload; frozen parameters are weights and nothing else."""
+    """Print what ZeRO-2 needs for ``model`` with and without offload; frozen parameters are weights and no more."""
     _print_zero2(*count_params(model), num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
