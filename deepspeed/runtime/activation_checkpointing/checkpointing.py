@@ -64,6 +64,7 @@ class _Settings:
     profile: bool = False
     timers: SynchronizedWallClockTimer | None = None
     timed: str | None = None  # the timer that runs; checkpoints nest
+    recomputed_runs: int = 0  # functions under a checkpoint that is not reentrant, which run now
 
 
 _settings = _Settings()
@@ -288,10 +289,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     kwargs.pop("preserve_rng_state", True)  # they are always preserved
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        return non_reentrant_checkpoint(function, *args, **kwargs)
     leaves, rebuild = flatten((args, kwargs))
     differentiable = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-    reentrant = reentrant and differentiable and autograd_internals.can_check_reentrant_backward()
-    if not reentrant or torch.compiler.is_compiling():
+    if not (reentrant and differentiable and autograd_internals.can_check_reentrant_backward()):
         return non_reentrant_checkpoint(function, *args, **kwargs)
     call = _FlatCall(function, (args, kwargs), rebuild)
     outputs: list[Any] = []
@@ -325,10 +327,12 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
         nonlocal first
         if first is not None:
             (positional, named), first = first, None
-            return function(*positional, **named)
+            with _everything_is_recomputed():
+                return function(*positional, **named)
         with _boundary(BACKWARD_TIMER):
             positional, named = rebuild([k.restore() if isinstance(k, StoredActivation) else k for k in kept])
-            return function(*positional, **named)
+            with _everything_is_recomputed():
+                return function(*positional, **named)
 
     kept = [_store_if_wanted(leaf, position) for position, leaf in enumerate(leaves)]
     with _boundary(FORWARD_TIMER):
@@ -343,7 +347,19 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
 
 def _store_if_wanted(value: Any, position: int) -> Any:
     storage = _settings.storage
-    return store(value, position, storage, _buffers) if must_store(value, storage) else value
+    wanted = must_store(value, storage) and not _settings.recomputed_runs
+    return store(value, position, storage, _buffers) if wanted else value
+
+
+@contextmanager
+def _everything_is_recomputed() -> Iterator[None]:
+    """A function that runs under a checkpoint that is not reentrant: autograd keeps nothing that is saved in here.
+    What checkpoints within stored in their own way would be kept beside it."""
+    _settings.recomputed_runs += 1
+    try:
+        yield
+    finally:
+        _settings.recomputed_runs -= 1
 
 
 class _FlatCall:
@@ -439,16 +455,18 @@ class _SavedArguments:
         self._stored = [i for i, value in stored.items() if isinstance(value, StoredActivation)]
         self._saved = [i for i, value in stored.items() if isinstance(value, Tensor)]
         self._others = [None if isinstance(value, (Tensor, StoredActivation)) else value for value in stored.values()]
-        ctx.save_for_backward(_token_that_keeps([stored[i] for i in self._stored]), *(args[i] for i in self._saved))
+        token = [_token_that_keeps([stored[i] for i in self._stored])] if self._stored else []
+        ctx.save_for_backward(*(args[i] for i in self._saved), *token)
 
     def restore(self, ctx: Any) -> tuple[Any, ...]:
         """All arguments again. Once released, torch raises its error about a second backward."""
-        token, *saved = ctx.saved_tensors
+        saved = ctx.saved_tensors
         values = list(self._others)
         for i, tensor in zip(self._saved, saved):
             values[i] = tensor
-        for i, activation in zip(self._stored, token.grad_fn.kept):
-            values[i] = activation.restore()
+        if self._stored:
+            for i, activation in zip(self._stored, saved[-1].grad_fn.kept):
+                values[i] = activation.restore()
         return tuple(values)
 
 

@@ -43,10 +43,13 @@ class Layer(nn.Module):
 
 def tower_loss(layers: list[nn.Module], run: Callable[..., Tensor], rows: int = ROWS) -> Tensor:
     x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    h = x * 1
+    return tower_of(layers, run, x * 1).square().mean()
+
+
+def tower_of(layers: list[nn.Module], run: Callable[..., Tensor], h: Tensor) -> Tensor:
     for layer in layers:
         h = run(layer, h)
-    return h.square().mean()
+    return h
 
 
 def a_tower() -> list[nn.Module]:
@@ -111,6 +114,27 @@ def test_slots_are_used_again_and_not_mixed_up(run: Callable[..., Tensor]) -> No
             for a, b in zip(actual, expected[which], strict=True):
                 torch.testing.assert_close(a, b)
         assert len(ck.contiguous_data_buffers) == 2 and ck.data_offsets == [0, 0]
+
+
+@pytest.mark.parametrize("inner", [ck.checkpoint, ck.non_reentrant_checkpoint])
+@both
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_nested_checkpoints_keep_what_the_outer_one_keeps(
+    run: Callable[..., Tensor], inner: Callable[..., Tensor], contiguous: bool
+) -> None:
+    layers = a_tower()
+    ck.configure(None, contiguous_checkpointing=contiguous, num_checkpoints=2)
+    with HeldBytes() as held:
+        x = torch.randn(ROWS, WIDTH).requires_grad_()
+        h = x * 1
+        for _ in range(2):
+            h = run(lambda a: tower_of(layers, inner, a), h)
+        loss = h.square().mean()
+        del h
+        assert held.now() <= 4 * ACTIVATION + SLACK, held.now() / ACTIVATION
+        loss.backward()
+        assert held.now() <= (2 + 2 * contiguous) * ACTIVATION + SLACK
+    assert not contiguous or ck.data_offsets[0] == 0
 
 
 def test_buffers_of_sizes_that_are_not_used_any_more_are_freed() -> None:
