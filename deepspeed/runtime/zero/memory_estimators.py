@@ -245,6 +245,16 @@ def count_params(model: nn.Module) -> tuple[int, int]:
     return trained, sum(_numel(parameter) for parameter in parameters) - trained
 
 
+def model_to_params_zero2(model: nn.Module) -> int:
+    """Elements of all parameters: ``model_to_params`` of ``stage_1_and_2``."""
+    return sum(count_params(model))
+
+
+def model_to_params_zero3(model: nn.Module) -> tuple[int, int]:
+    """Elements of all parameters and of the largest layer: ``model_to_params`` of ``stage3``."""
+    return sum(count_params(model)), largest_layer(model)
+
+
 def largest_layer(model: nn.Module) -> int:
     """Most elements that ZeRO-3 gathers at once: a module's own parameters, all below it for a leaf module."""
     return max(

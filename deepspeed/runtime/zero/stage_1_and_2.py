@@ -18,6 +18,12 @@ from deepspeed.runtime.gradients.layout import FlatPartition, make_flat_groups, 
 from deepspeed.runtime.gradients.ledger import Ledger
 from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.runtime.zero.flat_weights import FlatWeights
+from deepspeed.runtime.zero.memory_estimators import (  # noqa: F401 - looked for here by users
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+)
+from deepspeed.runtime.zero.memory_estimators import model_to_params_zero2 as model_to_params  # noqa: F401
 from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer, refuse_unbuilt
 from deepspeed.runtime.zero.stage_1_and_2_surface import PartitionedOptimizerSurface
 

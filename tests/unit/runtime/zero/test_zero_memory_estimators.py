@@ -50,6 +50,8 @@ class TestHeld(DistributedTest):
             (2, torch.float32, 500_000_000),
             (2, torch.bfloat16, 20_000),
             (1, torch.float32, 20_000),
+            (3, torch.bfloat16, 500_000_000),
+            (3, torch.bfloat16, 20_608),  # two layers exactly: whole slices lie in a bucket while they fit
         ],
     )
     def test_estimate_is_what_an_engine_holds(self, stage, dtype, bucket):
@@ -61,7 +63,11 @@ class TestHeld(DistributedTest):
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": dtype == torch.bfloat16},
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket},
+            "zero_optimization": {
+                "stage": stage,
+                "reduce_bucket_size": bucket,
+                "stage3_param_persistence_threshold": 0,  # small ones would stay whole
+            },
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         }
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
