@@ -14,8 +14,10 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.profiling.memory import print_memory_breakdown
+from deepspeed.runtime.constants import WALL_CLOCK_BREAKDOWN
 from deepspeed.utils import nvtx, timer
-from deepspeed.utils.logging import log_dist
+from deepspeed.utils.comms_logging import print_rank_0
+from deepspeed.utils.logging import logger
 
 if TYPE_CHECKING:
     from deepspeed.profiling.flops_profiler import FlopsProfiler
@@ -74,6 +76,7 @@ class EnginePhases:
         self.names = EngineTimers(timed, timed)
         self.flops_profiler: FlopsProfiler | None = None
         self._active = frozenset(self.names.active_timers())
+        self._prints_times = config._param_dict.get(WALL_CLOCK_BREAKDOWN) is True
         self._memory = config.memory_breakdown
         self._every = config.steps_per_print
         self._flops = config.flops_profiler_config
@@ -128,14 +131,17 @@ class EnginePhases:
             self._print_profile(engine)
         if engine.global_steps % (self._every or 1) == 0:
             if self._active:
-                self._log_timers()
+                self._print_timers()
             if self._memory:
                 print_memory_breakdown(engine)
 
-    def _log_timers(self) -> None:
-        """Milliseconds per micro-step and per optimizer step, means since the last report."""
-        self.timers.log(self.names.micro_timers, self._micro_steps)
-        self.timers.log(self.names.global_timers, self._steps)
+    def _print_timers(self) -> None:
+        """Milliseconds per micro-step and per optimizer step, means since the last report. The timers start afresh also
+        where only the flops profiler has switched them on, so that intervals do not pile up."""
+        per_micro_step = self.timers.summary(self.names.micro_timers, self._micro_steps)
+        per_step = self.timers.summary(self.names.global_timers, self._steps)
+        if self._prints_times:
+            print_rank_0(f"{per_micro_step}\n{per_step}")
         self._micro_steps = self._steps = 0
 
     # ------------------------------------------------------------------ flops profile
@@ -150,7 +156,7 @@ class EnginePhases:
             return
         self._profile_due = False
         if engine.global_steps > self._flops.profile_step:
-            log_dist(f"flops_profiler: step {self._flops.profile_step} had passed when training began; no profile", [0])
+            logger.warning("flops_profiler: step %d had passed when training began", self._flops.profile_step)
             return
         from deepspeed.profiling.flops_profiler import FlopsProfiler
 

@@ -13,8 +13,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils.comms_logging import convert_size
-from deepspeed.utils.logging import log_dist
+from deepspeed.utils.comms_logging import convert_size, print_rank_0
 from deepspeed.utils.timer import SynchronizedWallClockTimer
 
 if TYPE_CHECKING:
@@ -184,8 +183,8 @@ def _size(size: int) -> str:
 
 
 def print_memory_breakdown(engine: "DeepSpeedEngine") -> None:
-    """Log every rank's breakdown on rank 0. Collective of the world."""
+    """Print every rank's breakdown on rank 0. Collective of the world."""
     everyone: list[Any] = [None] * engine.world_size
     dist.all_gather_object(everyone, memory_breakdown(engine))
     usage = SynchronizedWallClockTimer.memory_usage()
-    log_dist(f"memory after step {engine.global_steps}{usage}\n{memory_table(everyone)}", ranks=[0])
+    print_rank_0(f"memory after step {engine.global_steps}{usage}\n{memory_table(everyone)}")

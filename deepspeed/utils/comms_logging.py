@@ -97,7 +97,7 @@ class CommsLogger:
         self._enabled = value
         if value and not self._said and _rank() == 0:
             self._said = True
-            logger.info(SYNCHRONISES)
+            logger.warning(SYNCHRONISES)
 
     def configure(self, comms_config: Any) -> None:
         """Take the ``comms_logger`` section of a :class:`deepspeed.comm.config.DeepSpeedCommsConfig`, if it has one."""

@@ -183,7 +183,23 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Log the elapsed milliseconds of the named timers that exist, divided by ``normalizer``, on ``ranks`` ([0]).
+        """Log the line of ``summary``, if there is one, on ``ranks`` ([0]).
+
+        Raises:
+            ValueError: ``normalizer`` is not positive.
+        """
+        text = self.summary(names, normalizer, reset, memory_breakdown)
+        if text:
+            log_dist(text, ranks=ranks or [0])
+
+    def summary(
+        self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True, memory_breakdown: bool = False
+    ) -> str:
+        """The elapsed milliseconds of the named timers that exist, divided by ``normalizer``; empty without any.
+
+        Args:
+            reset: forget the intervals.
+            memory_breakdown: add the device memory in use.
 
         Raises:
             ValueError: ``normalizer`` is not positive.
@@ -194,11 +210,9 @@ class SynchronizedWallClockTimer:
             for name in names
             if name in self.timers
         ]
-        if fields:
-            text = "time (ms) | " + " | ".join(fields)
-            if memory_breakdown:
-                text += self.memory_usage()
-            log_dist(text, ranks=ranks or [0])
+        if not fields:
+            return ""
+        return "time (ms) | " + " | ".join(fields) + (self.memory_usage() if memory_breakdown else "")
 
     def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
         """Mean interval in milliseconds, divided by ``normalizer``, of the named timers that exist.
@@ -260,6 +274,11 @@ class NoopTimer:
         ranks: Sequence[int] | None = None,
     ) -> None:
         pass
+
+    def summary(
+        self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True, memory_breakdown: bool = False
+    ) -> str:
+        return ""
 
     def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
         return {}

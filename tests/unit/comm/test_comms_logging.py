@@ -27,6 +27,18 @@ def test_section_that_is_there_but_disabled():
     assert not logger.enabled
 
 
+def test_it_says_once_that_it_synchronises(monkeypatch):
+    said = []
+    monkeypatch.setattr(comms_logging.logger, "warning", said.append)
+    logger = CommsLogger()
+    assert said == []
+    logger.configure(section().comms_config)
+    logger.start_profiling_comms()
+    logger.enabled = False
+    logger.start_profiling_op(["all_reduce"])
+    assert len(said) == 1 and "waits for the device before and after each logged collective" in said[0]
+
+
 def test_bandwidths_are_those_of_nccl_tests():
     megabyte, ms = 10**6, 1.0  # 1 MB in 1 ms: 8 Gbit/s
     assert calc_bw_log("all_reduce", megabyte, ms, 4) == (8.0, 12.0)
@@ -88,6 +100,7 @@ class TestLogging(DistributedTest):
         assert 0 <= figures["straggler_ms"] < figures["total_latency_ms"]
         assert [line.split()[0] for line in printed[0].splitlines()[1:3]] == ["all_reduce", "all_reduce"]
         assert "Straggler" in printed[0].splitlines()[0]
+        assert "device synchronised before and after" in printed[0].splitlines()[-1]
         dist.reset_log()
         assert not dist.has_comm_data() and dist.comms_logger.enabled
 

@@ -14,7 +14,6 @@ from torch import nn
 from deepspeed.profiling import engine_phases, memory
 from deepspeed.profiling.engine_phases import EngineTimers
 from deepspeed.utils import nvtx
-from deepspeed.utils import timer as timer_module
 from unit.common import DistributedTest
 from unit.runtime.engine_cases import make_config, make_engine
 
@@ -120,7 +119,7 @@ class TestFlopsProfiler(DistributedTest):
 
     def test_a_step_that_has_passed_is_said(self, monkeypatch):
         said = []
-        monkeypatch.setattr(engine_phases, "log_dist", lambda text, ranks: said.append(text))
+        monkeypatch.setattr(engine_phases.logger, "warning", lambda text, step: said.append(text % step))
         engine = make_engine(make_config(0, flops_profiler={"enabled": True, "profile_step": 1}), Model())
         engine.global_steps = 5
         train(engine, 2)
@@ -134,7 +133,7 @@ class TestTimers(DistributedTest):
 
     def test_breakdown_per_micro_step_and_per_step(self, monkeypatch):
         said = []
-        monkeypatch.setattr(timer_module, "log_dist", lambda text, ranks: said.append(text))
+        monkeypatch.setattr(engine_phases, "print_rank_0", said.append)
         engine = make_engine(make_config(1, gas=GAS, wall_clock_breakdown=True, steps_per_print=3), Model())
         train(engine, 2)
         assert said == [] and set(engine.get_wall_clock_timers()) == {
@@ -149,12 +148,20 @@ class TestTimers(DistributedTest):
             assert elapsed[name] == pytest.approx(elapsed[f"{name}_microstep"], rel=0.2)
         before = dict(elapsed)
         train(engine, 1)
-        assert len(said) == 2
-        micro, whole = (dict(re.findall(r"(\w+): ([\d.]+)", text)) for text in said)
+        micro, whole = (dict(re.findall(r"(\w+): ([\d.]+)", line)) for line in said[0].splitlines())
+        assert len(said) == 1
         # means over 6 micro-steps and 3 steps
         assert float(micro["fwd_microstep"]) >= before["fwd_microstep"] / 6 - 0.01
         assert float(whole["fwd"]) == pytest.approx(GAS * float(micro["fwd_microstep"]), rel=0.2, abs=0.02)
         assert engine.timers("fwd").elapsed() == 0.0
+        engine.destroy()
+
+    def test_the_flops_profiler_alone_prints_no_times(self, monkeypatch):
+        said = []
+        monkeypatch.setattr(engine_phases, "print_rank_0", said.append)
+        engine = make_engine(make_config(1, flops_profiler={"enabled": True, "profile_step": 9}), Model())
+        train(engine, 2)
+        assert said == [] and engine.timers("fwd").elapsed() == 0.0  # read and forgotten
         engine.destroy()
 
     def test_names(self):
@@ -219,7 +226,7 @@ class TestReports(DistributedTest):
 
     def test_memory_at_steps_per_print(self, monkeypatch):
         said = []
-        monkeypatch.setattr(memory, "log_dist", lambda text, ranks: said.append(text))
+        monkeypatch.setattr(memory, "print_rank_0", said.append)
         engine = make_engine(make_config(1, memory_breakdown=True, steps_per_print=2), Model())
         train(engine, 3)
         (text,) = said

@@ -137,6 +137,7 @@ def test_noop_timer_has_the_same_face():
     noop("fwd").stop(reset=True, record=True)
     assert noop("fwd").elapsed(reset=False) == noop("fwd").mean() == 0.0
     noop.log(["fwd"])
+    assert noop.summary(["fwd"]) == ""
     assert noop.get_mean(["fwd"]) == {} and noop.get_timers() == {}
 
 
@@ -184,6 +185,37 @@ def test_throughput_synchronises_only_when_asked(monkeypatch, synchronized):
     throughput.start()
     throughput.stop(global_step=True)
     assert len(waits) == (2 if synchronized else 0)
+
+
+def test_a_synchronised_throughput_measures_only_what_it_reports(timers, clock, monkeypatch):
+    waits, said = [], []
+    device = types.SimpleNamespace(
+        synchronize=lambda: waits.append(clock.now), memory_allocated=lambda: 0, max_memory_allocated=lambda: 0
+    )
+    monkeypatch.setattr(timer_module, "get_accelerator", lambda: device)
+    throughput = ThroughputTimer(config(), 8, start_step=2, steps_per_output=3, logging_fn=said.append)
+    for seconds in (50, 50, 4, 50, 50, 2):  # the first report falls on the first step after the warm-up
+        step(throughput, clock, seconds, micro_steps=2)
+    assert len(waits) == 2 * 2 * 2 and len(said) == 2
+    assert "RunningAvgSamplesPerSec=2.0, CurrSamplesPerSec=1.99" in said[0]
+    assert throughput.avg_samples_per_sec() == pytest.approx(16 / 6) and "CurrSamplesPerSec=3.99" in said[1]
+    throughput.config = config(synchronized=False)
+    step(throughput, clock, 1.0)
+    assert len(waits) == 8 and throughput.avg_samples_per_sec() == pytest.approx(24 / 7)
+
+
+def test_throughput_of_windows_of_different_size(timers, clock):
+    throughput = ThroughputTimer(config(), batch_size=8, start_step=0)
+    step(throughput, clock, 1.0)
+    throughput.batch_size = 24
+    throughput.start()
+    clock.now += 3.0
+    assert throughput.avg_samples_per_sec() == pytest.approx(8.0)
+    throughput.stop(global_step=False)
+    assert throughput.avg_samples_per_sec() == pytest.approx(8.0)  # half a window does not count yet
+    throughput.start()
+    throughput.stop(global_step=True)
+    assert throughput.avg_samples_per_sec() == pytest.approx(32 / 4)
 
 
 def test_disabled_throughput_does_nothing(clock):
