@@ -10,6 +10,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.gradients import autograd_internals as autograd
 from deepspeed.utils.logging import logger
 
@@ -100,16 +101,27 @@ def get_global_norm(norm_list: list[float]) -> float:
     return float(sum(norm**2 for norm in norm_list) ** 0.5)
 
 
-def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log allocated and peak device memory on rank 0. Does nothing unless ``force``."""
-    if not force or (dist.is_initialized() and dist.get_rank() != 0):
+def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] = (0,)) -> None:
+    """Log the memory of this rank's device and host after ``message``, and start the device's peak afresh.
+
+    "Allocated" is what tensors take, "reserved" what torch's allocator holds for them; "peak" is the largest allocation
+    since the last call. On CPU all three are the process.
+
+    Args:
+        force: False does nothing, so that calls can stay in the code.
+        ranks: those that log; the others do nothing.
+    """
+    if not force or (dist.get_rank() if dist.is_initialized() else 0) not in ranks:
         return
-    accelerator = get_accelerator()
+    device, host = get_accelerator(), CPU_Accelerator()
     gib = 2.0**30
     logger.info(
-        f"{message}: allocated {accelerator.memory_allocated() / gib:.2f} GiB,"
-        f" peak {accelerator.max_memory_allocated() / gib:.2f} GiB"
+        f"{message}: device allocated {device.memory_allocated() / gib:.2f} GiB, peak"
+        f" {device.max_memory_allocated() / gib:.2f} GiB, reserved {device.memory_reserved() / gib:.2f} GiB; process"
+        f" {host.memory_allocated() / gib:.2f} GiB, host free {host.available_memory() / gib:.2f} of"
+        f" {host.total_memory() / gib:.2f} GiB"
     )
+    device.reset_peak_memory_stats()
 
 
 class DummyOptim:
