@@ -66,8 +66,8 @@ AssertionError that shows the equation with its numbers and where each of them c
 `train_micro_batch_size_per_gpu` samples, sampled so that the data-parallel ranks share out the data set, in a new order
 on each pass. A window of accumulation does not end with the pass: where the number of batches is no multiple of
 `gradient_accumulation_steps`, the last, partial window goes on with the next pass (`RepeatingLoader` starts it), or is
-dropped by `engine.zero_grad()`. Every micro-step counts the same, also one with fewer samples; `dataloader_drop_last`
-leaves those out.
+dropped by `engine.zero_grad()`, which does not move the count of micro-steps. Every micro-step counts the same, also
+one with fewer samples; `dataloader_drop_last` leaves those out.
 """
 
 

@@ -302,12 +302,17 @@ def log_level(config: Config) -> int:
         package_logging.logger.setLevel(before)
 
 
-def printed(config: Config) -> bool:
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        cases.make_engine(config)
-    everywhere: list[Any] = [None] * torch_dist.get_world_size()
-    torch_dist.all_gather_object(everywhere, "gradient_clipping = " in out.getvalue())
-    return everywhere[0]
+def printed(words: str) -> Probe:
+    """Whether rank 0 prints the words while it makes an engine and trains for a window."""
+
+    def probe(config: Config) -> bool:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            window(cases.make_engine(config))
+        everywhere: list[Any] = [None] * torch_dist.get_world_size()
+        torch_dist.all_gather_object(everywhere, words in out.getvalue())
+        return everywhere[0]
+
+    return probe
 
 
 def collector(config: Config) -> bool:
@@ -414,7 +419,7 @@ EFFECTS = [
     Effect("gradient_accumulation_steps", 3, batch_sizes),
     Effect("managed_gradient_accumulation", False, applied, gas=2),
     Effect("steps_per_print", 2, said("step=")),
-    Effect("dump_state", True, printed),
+    Effect("dump_state", True, printed("gradient_clipping = ")),
     Effect("disable_python_gc", True, collector),
     Effect("prescale_gradients", True, wire_values),
     Effect("gradient_predivide_factor", 4.0, wire_values),
@@ -423,7 +428,7 @@ EFFECTS = [
     Effect("zero_allow_untested_optimizer", False, outcome),
     Effect("dataloader_drop_last", True, loader_sizes),
     Effect("wall_clock_breakdown", True, timers),
-    Effect("memory_breakdown", True, said("emory"), base=PRINTING),
+    Effect("memory_breakdown", True, printed("memory"), base=PRINTING),
     Effect("vocabulary_size", 50257, said("vocabulary_size")),
     Effect("log_level", "error", log_level),
     Effect("data_parallel_size", 3, outcome),
@@ -489,3 +494,31 @@ class TestEveryKeyHasItsEffect(DistributedTest):
         effect = EFFECTS[index]
         without, given = (effect.probe(config) for config in effect.configs())
         assert without != given, f"{effect.path} changes nothing: {given}"
+
+    def test_adam_w_mode_chooses_the_kind_of_weight_decay(self) -> None:
+        kinds = set()
+        for mode in (True, False):
+            params = {"lr": 0.1, "weight_decay": 0.5, "adam_w_mode": mode}
+            kinds.add(tuple(update(cases.make_config(1, optimizer={"type": "Adam", "params": params}))))
+        assert len(kinds) == 2
+
+    def test_auto_among_the_arguments_of_the_optimizer_is_its_default(self) -> None:
+        config = cases.make_config(1, optimizer={"type": "AdamW", "params": {"lr": "auto", "eps": 1e-6}})
+        (group,) = cases.make_engine(config).basic_optimizer.param_groups
+        assert (group["lr"], group["eps"]) == (1e-3, 1e-6)
+
+    def test_the_engine_prints_its_config_on_rank_0(self) -> None:
+        engine = cases.make_engine(cases.make_config(1, gas=2, zero={"reduce_bucket_size": "auto"}))
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            engine.print_config()
+        if torch_dist.get_rank() != 0:
+            assert out.getvalue() == ""
+            return
+        for line in (
+            "zero_optimization.stage = 1  (dict)",
+            "zero_optimization.reduce_bucket_size = 500000000  (auto)",
+            "zero_optimization.overlap_comm = false  (derived)",
+            "dump_state = false  (default)",
+        ):
+            assert f"  {line}\n" in out.getvalue()
+        assert "  train_batch_size = 8  (derived: computed as " in out.getvalue()
