@@ -54,7 +54,7 @@ class TestFlopsProfiler(DistributedTest):
     world_size = 2
     reuse_dist_env = True
 
-    @pytest.mark.parametrize("stage", [0, 2])
+    @pytest.mark.parametrize("stage", [0, 2, 3])
     def test_profiles_one_step_on_rank_0(self, stage, tmp_path, monkeypatch):
         monkeypatch.setattr(nvtx, "_requested", False)
         path = tmp_path / "profile.txt"
@@ -85,6 +85,7 @@ class TestFlopsProfiler(DistributedTest):
             return
         assert profiler.get_total_flops() == GAS * 2 * LAYER and profiler.total.calls == GAS
         assert profiler.get_backward_flops() == (GAS * 4 * LAYER, True)
+        assert re.search(rf"parameters of the model\s+{2 * (WIDTH * WIDTH + WIDTH)}\n", text)
         assert text.count("flops profile of step 1") == 1
         assert "(first)" not in text and re.search(r"backward FLOPs \(measured\)\s+1.15 KFLOPS", text)
         assert re.search(r"latency of backward\s+\d", text) and re.search(r"data-parallel ranks\s+2\n", text)

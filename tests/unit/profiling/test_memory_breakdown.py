@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import deepspeed
 from deepspeed.profiling.memory import KINDS, MemoryBreakdown, memory_breakdown, memory_table
 from unit.common import DistributedTest
 from unit.runtime.engine_cases import make_config, make_engine
@@ -87,10 +88,22 @@ class TestStages(DistributedTest):
         assert found.communication_buffers == 0
         engine.destroy()
 
+    def test_partitioned_weights(self):
+        """Each rank keeps its slices; whole values are there while somebody holds them."""
+        engine, _ = engine_after_a_step(3, "bf16", stage3_param_persistence_threshold=0)
+        ranks = dist.get_world_size()
+        found = memory_breakdown(engine)
+        assert found.weights == 2 * (TRAINED + FROZEN) // ranks and found.gathered_parameters == 0
+        assert found.gradients == 4 * TRAINED // ranks
+        assert found.optimizer_state - adam_steps(engine) == 3 * 4 * TRAINED // ranks
+        with deepspeed.zero.GatheredParameters([engine.module.first.weight]):
+            during = memory_breakdown(engine)
+        assert during.gathered_parameters == 2 * WIDTH * WIDTH and during.weights == found.weights
+        assert memory_breakdown(engine) == found
+        engine.destroy()
+
     def test_an_engine_without_optimizer_has_weights_alone(self):
         config = make_config(0)
-        import deepspeed
-
         engine = deepspeed.initialize(model=Model().requires_grad_(False), config=config)[0]
         found = memory_breakdown(engine)
         assert found.total == found.weights + found.module_buffers == 4 * (TRAINED + FROZEN + BUFFER)
