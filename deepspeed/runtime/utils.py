@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.gradients import autograd_internals as autograd
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import print_dist
 
 
 def check_internal_apis_for_count_used_parameters() -> bool:
@@ -102,24 +102,26 @@ def get_global_norm(norm_list: list[float]) -> float:
 
 
 def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] = (0,)) -> None:
-    """Log the memory of this rank's device and host after ``message``, and start the device's peak afresh.
+    """Print the memory of this rank's device and host after ``message``, and start the device's peak afresh.
 
     "Allocated" is what tensors take, "reserved" what torch's allocator holds for them; "peak" is the largest allocation
     since the last call. On CPU all three are the process.
 
     Args:
         force: False does nothing, so that calls can stay in the code.
-        ranks: those that log; the others do nothing.
+        ranks: those that print; the others do nothing.
     """
-    if not force or (dist.get_rank() if dist.is_initialized() else 0) not in ranks:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if not force or rank not in ranks:
         return
     device, host = get_accelerator(), CPU_Accelerator()
     gib = 2.0**30
-    logger.info(
+    print_dist(
         f"{message}: device allocated {device.memory_allocated() / gib:.2f} GiB, peak"
         f" {device.max_memory_allocated() / gib:.2f} GiB, reserved {device.memory_reserved() / gib:.2f} GiB; process"
         f" {host.memory_allocated() / gib:.2f} GiB, host free {host.available_memory() / gib:.2f} of"
-        f" {host.total_memory() / gib:.2f} GiB"
+        f" {host.total_memory() / gib:.2f} GiB",
+        ranks=[rank],
     )
     device.reset_peak_memory_stats()
 

@@ -5,14 +5,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepspeed import comm as dist
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import print_dist
 
 
 def print_rank_0(message: str) -> None:
-    """Log ``message`` on rank 0."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.info(message)
+    """Print ``message`` on rank 0."""
+    print_dist(message, ranks=[0])
 
 
 @dataclass(eq=False)
@@ -99,14 +97,12 @@ class ContiguousMemoryAllocator:
         self.total_free += block.stop - block.start
 
     def print_allocation(self, resolution: int = 200) -> None:
-        """Log on rank 0 what is in use, as a line of ``resolution`` characters: ``#`` in use, ``-`` partly, ``.`` free."""
+        """Print on rank 0 what is in use: ``resolution`` characters, ``#`` in use, ``-`` in part, ``.`` free."""
         total = self.buffer.numel()
         line = ""
         for cell in range(resolution):
-            begin, end = (
-                cell * total // resolution,
-                max((cell + 1) * total // resolution, cell * total // resolution + 1),
-            )
+            begin = cell * total // resolution
+            end = max((cell + 1) * total // resolution, begin + 1)
             used = sum(max(0, min(end, block.stop) - max(begin, block.start)) for block in self._blocks)
             line += "#" if used == end - begin else "-" if used else "."
         print_rank_0(f"{line} {total - self.total_free} of {total} elements in use")

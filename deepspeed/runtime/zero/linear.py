@@ -12,16 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed import comm as dist
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import print_dist
 
 _plain_linear = nn.functional.linear  # zero.Init puts zero3_linear_wrap in its place while it is open
 
 
 def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
-    """Log ``message`` on rank 0, if ``debug`` or ``force``."""
-    if (debug or force) and (not dist.is_initialized() or dist.get_rank() == 0):
-        logger.info(message)
+    """Print ``message`` on rank 0, if ``debug`` or ``force``."""
+    if debug or force:
+        print_dist(message, ranks=[0])
 
 
 class LinearFunctionForZeroStage3(torch.autograd.Function):

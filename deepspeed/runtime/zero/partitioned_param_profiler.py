@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.utils.logging import log_dist
+from deepspeed.utils.logging import print_dist
 
 
 class PartitionedParameterProfiler:
@@ -47,7 +47,7 @@ class PartitionedParameterProfiler:
         self.event_counters.clear()
 
     def log_events(self) -> None:
-        """Log each event on rank 0: its count, elements, and milliseconds in all."""
+        """Print each event on rank 0: its count, elements, and milliseconds in all."""
         if not self.event_counters:
             return
         parts = [
@@ -55,4 +55,4 @@ class PartitionedParameterProfiler:
             f" {self.timers(counter.name).elapsed(reset=False):.2f} ms"
             for counter in self.event_counters.values()
         ]
-        log_dist("parameter fetches | " + " | ".join(parts), ranks=[0])
+        print_dist("parameter fetches | " + " | ".join(parts), ranks=[0])

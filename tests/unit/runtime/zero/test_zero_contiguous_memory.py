@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors of one buffer: none overlaps another, and all keep their values when they are moved."""
 
-import logging
 import random
 
 import pytest
@@ -9,19 +8,11 @@ import torch
 from torch import nn
 
 from deepspeed.runtime.zero.contiguous_memory_allocator import ContiguousMemoryAllocator
-from deepspeed.utils.logging import logger
 
 
 @pytest.fixture
 def memory():
     return ContiguousMemoryAllocator(10, torch.float32, "cpu")
-
-
-@pytest.fixture
-def log(caplog, monkeypatch):
-    monkeypatch.setattr(logger, "propagate", True)
-    caplog.set_level(logging.INFO, logger=logger.name)
-    return caplog
 
 
 def filled(memory, size, value):
@@ -108,12 +99,12 @@ def test_what_is_not_in_use(memory):
         memory.release_tensor(torch.zeros(2))
 
 
-def test_print_allocation(memory, log):
+def test_print_allocation(memory, capsys):
     filled(memory, 3, 1)
     memory.print_allocation(resolution=5)
-    assert "#-... 3 of 10 elements in use" in log.text
+    assert "#-... 3 of 10 elements in use" in capsys.readouterr().out
     memory.print_allocation(resolution=20)
-    assert "######.............. 3 of 10" in log.text
+    assert "######.............. 3 of 10" in capsys.readouterr().out
 
 
 def test_many_allocations():
