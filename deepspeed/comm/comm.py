@@ -18,7 +18,7 @@ import torch.distributed as torch_dist
 
 import deepspeed.utils.timer as timer
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import control, watchdog
+from deepspeed.comm import control, store_barrier, watchdog
 from deepspeed.comm import torch as torch_backend
 from deepspeed.comm.launcher_env import (
     complete_environment,
@@ -564,8 +564,17 @@ def monitored_barrier(
     log_name: str = "monitored_barrier",
     debug: str | None = None,
 ) -> Any:
-    """Barrier of a gloo group that names the ranks which did not come within ``timeout``."""
-    return torch_dist.monitored_barrier(group, timeout, wait_all_ranks)
+    """Barrier on the host, for any backend, that names the ranks which did not come.
+
+    Args:
+        timeout: None: the group's own.
+        wait_all_ranks: the error names every missing rank, not only the first.
+
+    Raises:
+        CollectiveTimeoutError: on every rank, when one did not come within ``timeout``.
+    """
+    if group is not torch_dist.GroupMember.NON_GROUP_MEMBER:
+        store_barrier.monitored_barrier(group, timeout, wait_all_ranks)
 
 
 @timed_op

@@ -26,9 +26,8 @@ What = str | tuple[Any, ...] | Callable[[], str]
 RING = 64  # operations kept per lane; a power of two
 _DIGEST_MASK = (1 << 61) - 1
 _FRAMES = 16  # innermost frames of a stack that are told
-_OWN_FILES = tuple(
-    os.path.join(os.path.dirname(__file__), name) for name in ("operation_log.py", "watchdog", "watched_calls.py")
-)  # frames that say nothing about why a rank waits
+# What these call says nothing about why a rank waits.
+_OWN_FILES = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("watchdog", "watched_calls.py"))
 
 
 def describe(what: What) -> str:
@@ -97,15 +96,18 @@ class Lane:
         return sorted(Operation(*entry) for entry in list(self.ring) if entry is not None)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Wait:
-    """A wait that goes on: in ``lane``, for ``what``, since ``since`` (``time.monotonic()``)."""
+    """A wait that goes on: in ``lane``, for ``what``, since ``since`` (``time.monotonic()``).
+
+    ``interruptible``: it sees to itself. ``reported``: its report has been logged.
+    """
 
     lane: Lane
     what: What
     since: float
-    reported: bool = False
     interruptible: bool = False
+    reported: bool = False
 
 
 class OperationLog:
@@ -113,9 +115,9 @@ class OperationLog:
 
     def __init__(self) -> None:
         self._lanes: weakref.WeakKeyDictionary[Any, dict[str, Lane]] = weakref.WeakKeyDictionary()
+        self._recent: dict[tuple[int, str], tuple[weakref.ref[Any], Lane]] = {}  # saves most of a look-up's time
         self._alone: dict[str, Lane] = {}
         self.waits: dict[int, Wait] = {}
-        self._tokens = itertools.count()
         self.step = 0
 
     def lane(self, group: Any = None, name: str = "") -> Lane:
@@ -123,27 +125,32 @@ class OperationLog:
         if not torch_dist.is_initialized():
             return self._alone.setdefault(name, Lane(name, [0]))
         group = torch_dist.group.WORLD if group is None else group
+        recent = self._recent.get((id(group), name))
+        if recent is not None and recent[0]() is group:
+            return recent[1]
         lanes = self._lanes.setdefault(group, {})
         lane = lanes.get(name)
         if lane is None:
-            place = "world" if group is torch_dist.group.WORLD else f"group {group.group_name}"
+            place = "the world" if group is torch_dist.group.WORLD else f"group {group.group_name}"
             ranks = torch_dist.get_process_group_ranks(group)
-            lane = lanes[name] = Lane(f"{place}, {name or 'collectives'}", ranks)
+            lane = lanes[name] = Lane(f"{name or 'collectives'} of {place}", ranks)
+        self._recent = {key: kept for key, kept in self._recent.items() if kept[0]() is not None}
+        self._recent[id(group), name] = (weakref.ref(group), lane)
         return lane
 
     def lanes(self) -> list[Lane]:
         """All lanes of living groups."""
         return [lane for lanes in list(self._lanes.values()) for lane in list(lanes.values())]
 
-    def begin(self, lane: Lane, what: What) -> int:
-        """A wait begins; :meth:`end` takes the returned token."""
-        token = next(self._tokens)
-        self.waits[token] = Wait(lane, what, time.monotonic())
-        return token
+    def begin(self, lane: Lane, what: What, interruptible: bool = False) -> Wait:
+        """A wait begins; :meth:`end` takes what is returned."""
+        wait = Wait(lane, what, time.monotonic(), interruptible)
+        self.waits[id(wait)] = wait
+        return wait
 
-    def end(self, token: int) -> None:
+    def end(self, wait: Wait) -> None:
         """The wait is over, well or not."""
-        del self.waits[token]
+        del self.waits[id(wait)]
 
     def new_step(self) -> None:
         """A training step begins: reports count operations from here."""
@@ -191,7 +198,8 @@ def stacks() -> list[dict[str, Any]]:
         name = names.get(ident, "thread of no Python name")
         if name.startswith("deepspeed-watchdog"):
             continue
-        frames = [f for f in traceback.extract_stack(frame) if not f.filename.startswith(_OWN_FILES)][-_FRAMES:]
+        told = itertools.takewhile(lambda f: not f.filename.startswith(_OWN_FILES), traceback.extract_stack(frame))
+        frames = list(told)[-_FRAMES:]
         lines = [f"{f.filename}:{f.lineno} in {f.name}: {f.line or ''}".rstrip(": ") for f in frames]
         result.append({"name": name, "main": ident == main, "stack": lines})
     return result

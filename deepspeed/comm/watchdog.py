@@ -42,6 +42,7 @@ EXIT_CODE = 75
 """Exit status of a process that the watchdog ended because its device was stuck."""
 
 _LONGEST_SLICE = 1.0  # seconds for which a wait is deaf to the alarm of another rank
+_FAREWELL_SECONDS = 0.5
 _REPORT_SECONDS = 30.0  # within which the leader answers: it asks every rank, some of which may not answer
 
 
@@ -98,8 +99,10 @@ class Watchdog:
         self.probes: list[DeviceProbe] = []
         self._operations = operations
         self._slice = min(_LONGEST_SLICE, seconds / 4)
+        self.limit = timedelta(seconds=self._slice)  # of one slice of a wait; between slices an alarm is heard
         self._report_lock = threading.Lock()
         self._stopping = False
+        self._farewells: dict[int, str] = {}
         store = torch_dist.distributed_c10d._get_default_store()
         if hasattr(store, "clone"):  # a connection of its own, so that nobody waits for the other's request
             store = store.clone()
@@ -116,38 +119,40 @@ class Watchdog:
 
     # The waiting thread
 
-    def wait(self, work: Any, wait: Wait) -> None:
-        """Wait for ``work`` in slices, so that an alarm is heard."""
-        wait.interruptible = True
-        limit = timedelta(seconds=self._slice)
+    def go_on(self, work: Any, wait: Wait, began: float, error: RuntimeError) -> None:
+        """Keep waiting for ``work`` after a slice, begun at ``began``, that ended with ``error``.
+
+        A slice that is over and a failure raise alike. They differ in time: a work that has failed raises at once
+        when it is asked again.
+        """
         while True:
-            began = time.monotonic()
-            try:
-                work.wait(limit)
-                return
-            except RuntimeError as error:
-                # A slice that is over and a failure raise alike. A failed work raises again, at once, when asked again.
-                if time.monotonic() - began < 0.9 * self._slice:
-                    self._fail(wait, error)
+            if time.monotonic() - began < 0.9 * self._slice:
+                self._fail(wait, error)
             if self.verdict is not None or time.monotonic() - wait.since > self.seconds:
                 self._give_up(wait)
+            began = time.monotonic()
+            try:
+                work.wait(self.limit)
+                return
+            except CollectiveError:  # from a handle that looks after the time itself
+                raise
+            except RuntimeError as again:
+                error = again
 
     def _give_up(self, wait: Wait) -> NoReturn:
-        waited, what = time.monotonic() - wait.since, describe(wait.what)
-        report = self.report(f"waited {waited:.1f} s for {what} in {wait.lane.name}")
+        waited = time.monotonic() - wait.since
+        text = self.report(f"waited {waited:.1f} s for {_told(wait)}")
         keep_groups_for_ever()
+        why = "and stops" if waited > self.seconds else "and stops because of the alarm of another rank"
         raise CollectiveTimeoutError(
-            f"rank {self.rank} of {self.size} waited {waited:.1f} s for {what} in {wait.lane.name} and stops (timeout "
-            f"{self.seconds:g} s; {TIMEOUT_VARIABLE} in seconds changes it, where a rank is only slow).\n{report}"
-        )
+            f"rank {self.rank} of {self.size} waited {waited:.1f} s for {_told(wait)}, {why} (timeout {self.seconds:g} "
+            f"s; {TIMEOUT_VARIABLE}=<seconds> allows more, where a rank is only slow).\n{text}"
+        ) from None
 
     def _fail(self, wait: Wait, error: RuntimeError) -> NoReturn:
-        what = describe(wait.what)
-        report = self.report(f"failed in {what} in {wait.lane.name}: {error}")
+        text = self.report(f"{_told(wait)} failed")
         keep_groups_for_ever()
-        raise CollectiveError(
-            f"rank {self.rank} of {self.size}: {what} in {wait.lane.name} failed ({error}).\n{report}"
-        ) from error
+        raise CollectiveError(f"rank {self.rank} of {self.size}: {_told(wait)} failed: {error}.\n{text}") from error
 
     # The report
 
@@ -183,6 +188,9 @@ class Watchdog:
     def states(self) -> dict[int, Answer | str]:
         """What every rank does now; a sentence for a rank that does not answer. Raises no alarm."""
         states = self.peers.ask_all({"want": "state"}, ANSWER_SECONDS)
+        for peer, farewell in self._farewells.items():
+            if isinstance(states[peer], str):
+                states[peer] = farewell
         states[self.rank] = self._state()
         return dict(sorted(states.items()))
 
@@ -200,9 +208,20 @@ class Watchdog:
             return self._state()
         if request["want"] == "report":
             return {"report": self._lead(request["from"], request["reason"])}
-        if self.verdict is None:
+        if request["want"] == "farewell":
+            self._farewells[request["from"]] = request["reason"]
+        elif self.verdict is None:
             self.verdict = request["report"]
         return {}
+
+    def say_farewell(self) -> None:
+        """Tell the ranks that may write a report how this process ends."""
+        error = getattr(sys, "last_value", None)  # set by the interpreter for an exception that nobody caught
+        how = "without an error" if error is None else f"with {type(error).__name__}: {error}"
+        reason = f"its process has ended {how[:2000]}"
+        for leader in self.peers.leaders():
+            if leader != self.rank:
+                self.peers.ask(leader, {"want": "farewell", "from": self.rank, "reason": reason}, _FAREWELL_SECONDS)
 
     # The daemon thread
 
@@ -233,7 +252,7 @@ class Watchdog:
 
     def _log_report(self, wait: Wait) -> None:
         """For a wait that nothing can interrupt: its library's own timeout, or a failing peer, ends it."""
-        reason = f"waited {time.monotonic() - wait.since:.1f} s for {describe(wait.what)} in {wait.lane.name}"
+        reason = f"waited {time.monotonic() - wait.since:.1f} s for {_told(wait)}"
         logger.error(f"rank {self.rank} of {self.size} {reason}.\n{self.report(reason)}")
 
     def _check_devices(self) -> None:
@@ -247,7 +266,7 @@ class Watchdog:
 
     def _leave(self, probe: DeviceProbe) -> None:
         """The device is stuck, and with it whatever the host will do next: report, and end the process."""
-        reason = f"{probe.name} has not advanced for {probe.stuck:.0f} s; not all ranks joined a collective, most likely"
+        reason = f"{probe.name} has not advanced for {probe.stuck:.0f} s; likely not all ranks joined a collective"
         text = f"rank {self.rank} of {self.size}: {reason}.\n{self.report(reason)}"
         if os.environ.get(EXIT_VARIABLE, "1") == "0":
             logger.error(text)
@@ -256,6 +275,10 @@ class Watchdog:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(EXIT_CODE)
+
+
+def _told(wait: Wait) -> str:
+    return f"'{describe(wait.what)}' ({wait.lane.name})"
 
 
 operations = OperationLog()
@@ -294,21 +317,25 @@ def wait(work: Any, what: What, lane: Lane, on_host: bool = True) -> None:
     if dog is None or not on_host:
         work.wait()
         return
-    token = operations.begin(lane, what)
+    entry = operations.begin(lane, what, True)
     try:
-        dog.wait(work, operations.waits[token])
+        work.wait(dog.limit)
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        dog.go_on(work, entry, entry.since, error)
     finally:
-        operations.end(token)
+        operations.end(entry)
 
 
 @contextmanager
 def waiting(what: What, lane: Lane) -> Iterator[None]:
     """Around a call that waits for other ranks and that cannot be waited for by :func:`wait`: it is reported only."""
-    token = operations.begin(lane, what)
+    entry = operations.begin(lane, what)
     try:
         yield
     finally:
-        operations.end(token)
+        operations.end(entry)
 
 
 def new_step() -> None:
@@ -410,6 +437,11 @@ def timeout_seconds(world: Any) -> float:
     return own - min(10.0, own / 10)
 
 
+def world_number() -> int:
+    """Counts the worlds that :func:`start` has seen in this process: the same on all ranks of a world."""
+    return _worlds
+
+
 def running() -> bool:
     """Whether a watchdog runs in this process."""
     return _active is not None
@@ -438,6 +470,12 @@ def _leave_in_child() -> None:
     operations.waits.clear()
 
 
-# Not only daemon: a thread that is in a C++ call while the interpreter ends can crash it.
-atexit.register(stop)
-os.register_at_fork(after_in_child=_leave_in_child)
+def _at_exit() -> None:
+    if _active is not None:
+        _active.say_farewell()
+    stop()
+
+
+atexit.register(_at_exit)
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_leave_in_child)

@@ -68,16 +68,18 @@ def _first_difference(name: str, seen: dict[int, dict[str, Any]]) -> str | None:
 
 def _who_does(here: dict[int, list[Any]], seen: dict[int, dict[str, Any]]) -> str:
     """Who does what as the operation of one number; the smallest camp, most likely the faulty one, first."""
-    camps: dict[tuple[str, str, str], list[int]] = {}
+    camps: dict[tuple[str, str], list[int]] = {}
     for rank, op in here.items():
-        camps.setdefault((op[1], op[2], _ordinal(op[0], seen[rank])), []).append(rank)
+        camps.setdefault((_text(op), _ordinal(op[0], seen[rank])), []).append(rank)
     told = [
-        f"{names(ranks)} does {kind} {what!r} as {ordinal}"
-        if len(ranks) == 1
-        else f"{names(ranks)} do {kind} {what!r} as {ordinal}"
-        for (kind, what, ordinal), ranks in sorted(camps.items(), key=lambda camp: len(camp[1]))
+        f"{names(ranks)} {'does' if len(ranks) == 1 else 'do'} '{what}' as {ordinal}"
+        for (what, ordinal), ranks in sorted(camps.items(), key=lambda camp: len(camp[1]))
     ]
     return " where ".join(told)
+
+
+def _text(op: list[Any]) -> str:
+    return f"{op[1]} {op[2]}".strip()
 
 
 def _ordinal(number: int, lane: dict[str, Any]) -> str:
@@ -94,7 +96,7 @@ def _unequal_counts(name: str, seen: dict[int, dict[str, Any]]) -> str:
     first_missing = min(late.values())
     table = {op[0]: op for op in seen[ahead[0]]["operations"]}
     missing = table.get(first_missing)
-    what = f"{missing[1]} {missing[2]!r}" if missing else "an operation that is no longer remembered"
+    what = f"'{_text(missing)}'" if missing else "an operation that is no longer remembered"
     counts = "; ".join(f"rank {rank}: {count}" for rank, count in sorted(late.items())[:12])
     behind = [rank for rank, count in late.items() if count == first_missing]
     return (
@@ -124,10 +126,10 @@ def _waiting(state: State) -> str:
     if not state["waits"]:
         last = [(lane["operations"][-1], name) for name, lane in state["lanes"].items() if lane["operations"]]
         if not last:
-            return "waits for no other rank, and has issued nothing yet"
+            return "waits for no other rank; nothing issued yet"
         op, name = min(last, key=lambda entry: entry[0][5])
-        return f"waits for no other rank; its last operation was {op[1]} {op[2]!r} in {name}, {op[5]:.0f} s ago"
-    return "; ".join(f"has waited {w['seconds']:.1f} s for {w['what']} in {w['lane']}" for w in state["waits"])
+        return f"waits for no other rank; last operation '{_text(op)}' ({name}), {op[5]:.0f} s ago"
+    return "; ".join(f"waits since {w['seconds']:.1f} s for '{w['what']}' ({w['lane']})" for w in state["waits"])
 
 
 def _stacks(answered: dict[int, State]) -> list[str]:
