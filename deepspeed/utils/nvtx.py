@@ -7,10 +7,10 @@ Systems started, and after :func:`request_ranges`, which an engine with ``wall_c
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -62,6 +62,21 @@ class _Range:
 def profiler_range(name: str) -> AbstractContextManager[None]:
     """``with profiler_range("deepspeed.norm"): ...`` shows the block under that name, if anybody looks."""
     return _Range(name) if ranges_wanted() else _NO_RANGE
+
+
+class _Named(Protocol):
+    name: str
+
+
+def span_range(what: str, items: Sequence[_Named]) -> AbstractContextManager[None]:
+    """A range named ``what``, with the names of the first and the last item, which are joined only if anybody looks."""
+    return _Range(span_label(what, items)) if ranges_wanted() else _NO_RANGE
+
+
+def span_label(what: str, items: Sequence[_Named]) -> str:
+    """``what (first to last)``."""
+    names = dict.fromkeys(item.name for item in (*items[:1], *items[-1:]))
+    return f"{what} ({' to '.join(names)})"
 
 
 def instrument_w_nvtx(func: _Function) -> _Function:

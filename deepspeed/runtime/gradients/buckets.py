@@ -8,6 +8,7 @@ from deepspeed.runtime.gradients.autograd_internals import copy_each
 from deepspeed.runtime.gradients.layout import BucketPlan
 from deepspeed.runtime.gradients.ledger import Move, ParameterRecord
 from deepspeed.runtime.gradients.streams import HostOrder
+from deepspeed.utils.nvtx import span_label
 
 
 class CommBuffer:
@@ -80,8 +81,8 @@ class Bucket:
     ) -> None:
         self.plan = plan
         self.position = position
-        names = [piece.record.name for piece in (*plan.pieces[:1], *plan.pieces[-1:])]
-        self.label = f"deepspeed.reduce_bucket_{position} ({' to '.join(dict.fromkeys(names))})"  # in profiles
+        records = [piece.record for piece in plan.pieces]
+        self.label = span_label(f"deepspeed.reduce_bucket_{position}", records)  # in profiles
         self.comm_dtype = comm_dtype
         self.accum_dtype = accum_dtype
         self.device = device

@@ -22,6 +22,7 @@ from deepspeed.runtime.gradients import collectives
 from deepspeed.runtime.gradients.layout import slice_numel
 from deepspeed.runtime.gradients.streams import HostOrder, order_for
 from deepspeed.utils import groups
+from deepspeed.utils.nvtx import span_range
 
 ATTRIBUTE = "_ds_shard"
 LARGE = 1 << 18  # elements from which a parameter gets a collective of its own, without a copy out of a joint buffer
@@ -364,7 +365,7 @@ class Gather:
         for shard in shards:
             shard.gather = self
             shard.parameter.ds_status = INFLIGHT
-        with _plain_tensors():
+        with _plain_tensors(), span_range("deepspeed.gather", shards):
             self._start()
 
     def _sources(self) -> list[torch.Tensor]:

@@ -193,6 +193,14 @@ class TestRanges(DistributedTest):
         assert labels["deepspeed.reduce_bucket_0 (first.weight to second.bias)"] == 1
         engine.destroy()
 
+    def test_gathers_name_their_parameters(self):
+        engine = make_engine(make_config(3, zero={"stage3_param_persistence_threshold": 0}), Model())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            train(engine, 1)
+        gathers = [label for label in labels_of(profile) if label.startswith("deepspeed.gather ")]
+        assert gathers and all(re.search(r"\('?(first|second)\.(weight|bias)", label) for label in gathers)
+        engine.destroy()
+
     def test_device_ranges_only_while_somebody_looks(self, monkeypatch):
         pushed, popped = [], []
         accelerator = nvtx.get_accelerator()
