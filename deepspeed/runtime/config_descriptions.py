@@ -24,8 +24,10 @@ DESCRIPTIONS: dict[str, str] = {
         "Drop the last batch of a pass where it is not full, and what does not divide by the ranks; otherwise the "
         "last batch is smaller and some samples are repeated so that ranks have equally many."
     ),
-    "wall_clock_breakdown": "Log the time of forward, backward and step. Implied by `flops_profiler.enabled`.",
-    "memory_breakdown": "Log the device memory in use and its peak, with the times or on its own.",
+    "wall_clock_breakdown": (
+        "Print the time of forward, backward and step; writes device ranges. On with `flops_profiler.enabled`."
+    ),
+    "memory_breakdown": "Print what each rank's memory is used for, every `steps_per_print` steps.",
     "vocabulary_size": "Warn where it is not a multiple of 8.",
     "log_level": "Level of the package logger.",
     "use_data_before_expert_parallelism": "Order of data- and expert-parallel ranks.",
@@ -44,7 +46,10 @@ DESCRIPTIONS: dict[str, str] = {
     "optimizer.type": (
         "Adam, AdamW, Adagrad and others of this package in any case, or a class of `torch.optim` by its exact name."
     ),
-    "optimizer.params": "Arguments of the constructor. For Adam also `adam_w_mode` (default true: AdamW).",
+    "optimizer.params": (
+        "Arguments of the constructor. For Adam also `adam_w_mode` (default true: AdamW) and, without effect so far, "
+        "`torch_adam`."
+    ),
     "optimizer.legacy_fusion": "Historic variant of the fused step.",
     "scheduler.type": (
         "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR or a class of `torch.optim.lr_scheduler`."
@@ -191,8 +196,10 @@ DESCRIPTIONS: dict[str, str] = {
     "timers.throughput.enabled": "Log samples per second with the line of progress (`steps_per_print`).",
     "timers.throughput.synchronized": "Wait for the device at both ends of a measured step.",
     "flops_profiler.enabled": "Count the operations of one step.",
-    "flops_profiler.recompute_fwd_factor": "Part of the forward that activation checkpointing repeats.",
-    "flops_profiler.profile_step": "The step.",
+    "flops_profiler.recompute_fwd_factor": (
+        "Share of the forward that the backward repeats, for the estimate of a `loss.backward()`."
+    ),
+    "flops_profiler.profile_step": "The step, counted from 0.",
     "flops_profiler.module_depth": "Depth of modules that are printed; -1: all.",
     "flops_profiler.top_modules": "Modules printed per depth.",
     "flops_profiler.detailed": "Print each module.",

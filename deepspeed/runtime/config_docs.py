@@ -23,6 +23,7 @@ string. A dict is kept as it is: `engine.config` is the user's own, unchanged.
     python -m deepspeed.runtime.config_report --schema   # JSON schema, with which editors complete and check
     python -m deepspeed.runtime.config_report --docs     # this page
 
+An editor finds the schema by a first entry `"$schema": "path/of/the/schema.json"` in the config file.
 `python -m deepspeed.runtime.config` does the same. `engine.print_config()` and `"dump_state": true` print the effective
 values of a running engine. Origins are `file` (`dict`, `base64`: what the config was given as), `auto`, `default` and
 `derived`.
@@ -67,7 +68,8 @@ AssertionError that shows the equation with its numbers and where each of them c
 on each pass. A window of accumulation does not end with the pass: where the number of batches is no multiple of
 `gradient_accumulation_steps`, the last, partial window goes on with the next pass (`RepeatingLoader` starts it), or is
 dropped by `engine.zero_grad()`, which does not move the count of micro-steps. Every micro-step counts the same, also
-one with fewer samples; `dataloader_drop_last` leaves those out.
+one with fewer samples; `dataloader_drop_last` leaves those out. An `IterableDataset` is read as it is on every rank and
+has to share itself out.
 """
 
 

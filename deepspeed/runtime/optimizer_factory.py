@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 
 UNBUILT_OPTIMIZERS = ("lamb", "lion", "muon", "muadam", "muadamw", "musgd")
-OWN_KEYS = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")  # of the config, not of the torch constructors
+ADAM_SWITCHES = ("fp32_optimizer_states", "bias_correction")  # of the config, both true by default
 
 
 def basic_optimizer(
@@ -35,6 +35,7 @@ def basic_optimizer(
         TypeError: the client's optimizer is neither a torch optimizer nor a callable.
         AssertionError: the config names an optimizer that does not exist.
         NotImplementedError: the config names one that is not built.
+        DeepSpeedConfigTypeError: the config gives it an argument that it does not take, or lacks one.
     """
     if isinstance(client, torch.optim.Optimizer):
         return client
@@ -68,23 +69,28 @@ def _from_config(name: str, params: dict[str, Any], parameters: list[Any]) -> to
     kind = name.lower()
     if kind in UNBUILT_OPTIMIZERS:
         raise NotImplementedError(f"optimizer.type {name!r} is not built yet")
-    decoupled = params.get("adam_w_mode", True)
-    for key in OWN_KEYS:
-        params.pop(key, None)
-    if params.pop("bias_correction", True) is not True:
-        raise NotImplementedError("optimizer.params.bias_correction false is not built yet")
     if kind in ("adam", "adamw"):
-        cls = torch.optim.AdamW if kind == "adamw" or decoupled else torch.optim.Adam
+        cls = _adam_class(kind, params)
         params.setdefault("fused", None if "foreach" in params else _fused_adam_runs_on(parameters))
-        return cls(parameters, **params)
-    if kind == "adagrad":
-        return torch.optim.Adagrad(parameters, **params)
-    cls = getattr(torch.optim, name, None)
+    elif kind == "adagrad":
+        cls = torch.optim.Adagrad
+    else:
+        cls = getattr(torch.optim, name, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise AssertionError(
             f"optimizer.type {name!r} is neither an optimizer of this package nor a class of torch.optim"
         )
-    return cls(parameters, **params)
+    return cls(parameters, **constructor_arguments(cls, params, "optimizer.params"))
+
+
+def _adam_class(kind: str, params: dict[str, Any]) -> type[torch.optim.Optimizer]:
+    """torch's class; takes out of ``params`` what only the config knows. ``torch_adam`` decides nothing so far."""
+    params.pop("torch_adam", None)
+    decoupled = params.pop("adam_w_mode", True)
+    for switch in ADAM_SWITCHES:
+        if params.pop(switch, True) is not True:
+            raise NotImplementedError(f"optimizer.params.{switch} false is not built yet")
+    return torch.optim.AdamW if kind == "adamw" or decoupled else torch.optim.Adam
 
 
 def _fused_adam_runs_on(parameters: list[Any]) -> bool | None:

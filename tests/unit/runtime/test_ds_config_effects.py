@@ -502,6 +502,17 @@ class TestEveryKeyHasItsEffect(DistributedTest):
             kinds.add(tuple(update(cases.make_config(1, optimizer={"type": "Adam", "params": params}))))
         assert len(kinds) == 2
 
+    def test_arguments_that_an_optimizer_does_not_take_are_refused_by_name(self) -> None:
+        for kind, params, words in (
+            ("AdamW", {"learning_rate": 0.1}, "optimizer.params.learning_rate'.*AdamW: it takes lr, "),
+            ("Adam", {"weight_decays": 0.1}, "optimizer.params.weight_decays'.*did you mean 'weight_decay'"),
+            ("SGD", {"adam_w_mode": True}, "optimizer.params.adam_w_mode' is no argument of SGD"),
+            ("Adam", {"fp32_optimizer_states": False}, "optimizer.params.fp32_optimizer_states false is not built"),
+            ("AdamW", {"bias_correction": False}, "optimizer.params.bias_correction false is not built"),
+        ):
+            with pytest.raises((TypeError, NotImplementedError), match=words):
+                cases.make_engine(cases.make_config(1, optimizer={"type": kind, "params": params}))
+
     def test_auto_among_the_arguments_of_the_optimizer_is_its_default(self) -> None:
         config = cases.make_config(1, optimizer={"type": "AdamW", "params": {"lr": "auto", "eps": 1e-6}})
         (group,) = cases.make_engine(config).basic_optimizer.param_groups
