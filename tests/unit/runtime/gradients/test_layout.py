@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -13,9 +14,11 @@ from deepspeed.runtime.gradients.layout import (
     BucketPlan,
     Collective,
     FlatPartition,
+    PerParameter,
     Replicated,
     ShardLayout,
     cut,
+    cut_groups,
     make_flat_groups,
     master_dtype,
     round_robin,
@@ -210,3 +213,145 @@ def test_small_arithmetic() -> None:
     assert list(cut(2, 9, 3)) == [(2, 5), (5, 8), (8, 9)] and list(cut(3, 3, 5)) == []
     assert master_dtype(torch.bfloat16) is torch.float32 and master_dtype(torch.float64) is torch.float64
     assert BucketPlan(0, 3, 10, Collective.REDUCE).numel == 7
+
+
+# ---------------------------------------------------------------------------------------------------- stage 3
+
+
+def sizes_for_slices(world: int, bucket_size: int) -> list[list[int]]:
+    """Around the world size, odd primes, larger than a bucket and exactly a bucket, alone and among small ones."""
+    around = [n for n in (1, world - 1, world, world + 1) if n > 0]
+    exact, larger = max(1, bucket_size), bucket_size * 2 + 3
+    return [[1], around, [2, 3, 5, 7, 11, 13, 31], [exact], [larger], [2, exact, 3, larger, 1, larger, exact]]
+
+
+def check_reduction(ranks: list[ShardLayout], sizes: list[int]) -> None:
+    """Carry numbers through the plans as the reducer does: each rank's shard is its slices of the sum, zero in the
+    padding."""
+    world = len(ranks)
+    generator = torch.Generator().manual_seed(sum(sizes))
+    gradients = [[torch.randint(1, 1000, (n,), generator=generator) for n in sizes] for _ in ranks]
+    shards = [[torch.full((g.shard_numel,), -1) for g in layout.groups] for layout in ranks]
+    for number in range(len(ranks[0].buckets)):
+        total = torch.zeros(ranks[0].buckets[number].numel, dtype=torch.int64)
+        for rank, layout in enumerate(ranks):
+            bucket = layout.buckets[number]
+            buffer = torch.full((bucket.numel,), -(10**9))  # what nobody writes is noticed
+            for piece in bucket.pieces:
+                assert piece.start < piece.stop
+                values = gradients[rank][piece.record.index][piece.start : piece.stop]
+                buffer[piece.offset : piece.offset + len(values)] = values
+            for begin, end in bucket.gaps:
+                assert begin < end
+                buffer[begin:end] = 0
+            total += buffer
+        for rank, layout in enumerate(ranks):
+            bucket = layout.buckets[number]
+            begin, end = bucket.result
+            target = shards[rank][bucket.group][bucket.shard_offset : bucket.shard_offset + end - begin]
+            assert bool((target == -1).all()), "two buckets go to one place in the shard"
+            target.copy_(total[begin:end])
+    for rank, layout in enumerate(ranks):
+        for group in layout.groups:
+            right = []
+            for record in group.records:
+                width = -(-record.numel // world)
+                whole = torch.zeros(width * world, dtype=torch.int64)
+                whole[: record.numel] = sum(one[record.index] for one in gradients)
+                right.append(whole[rank * width : (rank + 1) * width])
+            assert torch.equal(shards[rank][group.index], torch.cat(right))
+
+
+def check_slices(ranks: list[ShardLayout]) -> None:
+    """What ranks own of each parameter covers it once, and lies where the parameter's slice begins in the shard."""
+    for index, group in enumerate(ranks[0].groups):
+        covered = [torch.zeros(record.numel, dtype=int) for record in group.records]
+        for layout in ranks:
+            mine = layout.groups[index]
+            assert mine.padded_numel == mine.shard_numel * len(ranks) and mine.offsets == group.offsets
+            assert all(0 <= own.begin <= own.end <= r.numel for r, own in zip(mine.records, mine.own))
+            for position, record, begin, end, place in mine.local_ranges():
+                width = -(-record.numel // len(ranks))
+                assert (begin, place) == (layout.rank * width, mine.offsets[position])
+                covered[position][begin:end] += 1
+        assert all(bool((count == 1).all()) for count in covered)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("reduce_scatter", [True, False])
+def test_slices_of_each_parameter_are_reduced_to_their_owners(world: int, reduce_scatter: bool) -> None:
+    for bucket_size in (1, 2, 3, 4, 7, 12, 13, 24, 10**9):
+        for sizes in sizes_for_slices(world, min(bucket_size, 40)):
+            ranks = layouts(world, sizes, PerParameter, bucket_size, reduce_scatter)
+            check_reduction(ranks, sizes)
+            check_slices(ranks)
+            assert len({tuple(order_of(layout)) for layout in ranks}) == 1, "the same order on every rank"
+            kind = Collective.REDUCE_SCATTER if reduce_scatter else Collective.ALL_REDUCE
+            for layout in ranks:
+                assert {bucket.collective for bucket in layout.buckets} == {kind}
+                assert all(0 < bucket.numel <= max(bucket_size, world) for bucket in layout.buckets)
+                pieces = Counter(piece.record for bucket in layout.buckets for piece in bucket.pieces)
+                assert all(record.pieces == pieces[record] for record in layout.groups[0].records)
+                assert all(
+                    piece.whole == (piece.stop - piece.start == piece.record.numel)
+                    for bucket in layout.buckets
+                    for piece in bucket.pieces
+                )
+
+
+def test_the_recorded_example_of_slices() -> None:
+    """Two ranks: 5 elements are padded to 6, so that rank 1 owns two of its three."""
+    ranks = layouts(2, [5, 4, 1], PerParameter, 10**9)
+    for rank, layout in enumerate(ranks):
+        (group,), (bucket,) = layout.groups, layout.buckets
+        assert (group.offsets, group.numel, group.padded_numel, group.shard_numel) == ([0, 3, 5], 10, 12, 6)
+        assert bucket.result == (6 * rank, 6 * rank + 6) and bucket.gaps == [(8, 9), (11, 12)]
+        assert [(p.record.index, p.start, p.stop, p.offset) for p in bucket.pieces] == [
+            (0, 0, 3, 0), (1, 0, 2, 3), (2, 0, 1, 5), (0, 3, 5, 6), (1, 2, 4, 9),
+        ]  # fmt: skip
+    first, second = ([(r.name, b, e, s) for _, r, b, e, s in layout.groups[0].local_ranges()] for layout in ranks)
+    assert first == [("p0", 0, 3, 0), ("p1", 0, 2, 3), ("p2", 0, 1, 5)]
+    assert second == [("p0", 3, 5, 0), ("p1", 2, 4, 3)], "of the one element rank 1 has only padding"
+
+
+def test_a_slice_that_fits_stays_whole_and_a_larger_one_is_cut_alone() -> None:
+    (layout, _) = layouts(2, [4, 4, 20, 4], PerParameter, 8)  # slices of 2, 2, 10 and 2 elements, four in a bucket
+    cuts = [sorted({piece.record.index for piece in bucket.pieces}) for bucket in layout.buckets]
+    assert cuts == [[2], [2], [2, 3], [0, 1]]
+    assert [bucket.numel for bucket in layout.buckets] == [8, 8, 8, 8]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_sub_groups_end_where_their_slices_reach_the_limit(world: int) -> None:
+    sizes = [1, world, world + 1, 31, 2, 3, 17, 1]
+    for limit in (1, 2, 5, 8, 10**12):
+        made = []
+        for rank in range(world):
+            halves = [records_of(sizes[:3]), records_of(sizes[3:], first=3)]
+            groups = cut_groups(make_flat_groups(halves), world, limit)
+            assert [r.index for g in groups for r in g.records] == list(range(len(sizes))), "each once, in order"
+            assert [g.index for g in groups] == list(range(len(groups)))
+            assert [g.param_group for g in groups] == sorted(g.param_group for g in groups)
+            assert all(len({r.index < 3 for r in g.records}) == 1 for g in groups), "never over two groups"
+            for group in groups:
+                widths = [-(-record.numel // world) for record in group.records]
+                assert sum(widths[:-1]) < limit, "it would have ended before"
+                last = group.records[-1].index in (2, len(sizes) - 1)
+                assert last or sum(widths) >= limit
+            made.append(PerParameter(groups, rank, world, 7))
+        if limit == 1:
+            assert len(made[0].groups) == len(sizes)
+        if limit == 10**12:
+            assert len(made[0].groups) == 2
+        check_reduction(made, sizes)
+        check_slices(made)
+
+
+def test_sub_groups_keep_dtypes_apart() -> None:
+    mixed = records_of([3, 5], torch.float32) + records_of([4, 9], torch.bfloat16, 2)
+    groups = cut_groups(make_flat_groups([mixed]), 2, 3)
+    assert [(g.index, g.dtype, [r.index for r in g.records]) for g in groups] == [
+        (0, torch.float32, [0, 1]),
+        (1, torch.bfloat16, [2, 3]),
+    ]
+    assert cut_groups([], 2, 3) == [] and PerParameter([], 0, 2, 5).buckets == []
