@@ -71,8 +71,8 @@ class PartitionedParameterCoordinator:
         self._bucket = prefetch_bucket_sz
         self._limit = max_available_parameters_in_numel
         self._secondary = secondary
-        self._training = UsageOrder(_shards_used, _numel, max_reuse_distance_in_numel)
-        self._inference = UsageOrder(_shards_used, _numel, max_reuse_distance_in_numel)
+        self._training = UsageOrder(_numel, max_reuse_distance_in_numel)
+        self._inference = UsageOrder(_numel, max_reuse_distance_in_numel)
         self._order = self._training
         self._gathered: dict[ShardedParameter, None] = {}  # through this coordinator, not persistent
         self._kept: dict[ShardedParameter, None] = {}  # free, but used again soon; oldest first
@@ -99,7 +99,7 @@ class PartitionedParameterCoordinator:
 
     def fetch_forward(self, module: torch.nn.Module, shards: Sequence[ShardedParameter]) -> int | None:
         """Gather what ``module`` needs and begin to gather what follows; the module's place in the learnt order."""
-        place = self._order.visit(Use(module, False))
+        place = self._order.visit(Use(module, False), shards)
         for shard in shards:
             shard.parameter.ds_active_sub_modules.add(module.ds_id)
         self._fetch(shards, self._order)
@@ -130,7 +130,7 @@ class PartitionedParameterCoordinator:
         """Backward reaches ``module``: gather the weights whose values it needs there."""
         self._watch_backward()
         if shards:
-            self._training.visit(Use(module, True))
+            self._training.visit(Use(module, True), shards)
             self._fetch(shards, self._training)
 
     def hold_in_backward(self, shards: Sequence[ShardedParameter], token: int) -> None:

@@ -7,7 +7,7 @@ alone, not on timing, so that ranks which run the same modules get the same hint
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 Event = TypeVar("Event")
@@ -18,7 +18,6 @@ class UsageOrder(Generic[Event, Item]):
     """Learns the events of an iteration and finds its place again when the next one takes another way.
 
     Args:
-        items_of: what an event uses.
         size_of: size of an item.
         reuse_distance: items that are used again before so much else was used are worth keeping.
         longest: most events that are learnt; without an end of the iteration the record must not grow for ever.
@@ -26,29 +25,31 @@ class UsageOrder(Generic[Event, Item]):
 
     def __init__(
         self,
-        items_of: Callable[[Event], list[Item]],
         size_of: Callable[[Item], int],
         reuse_distance: int,
         longest: int = 100_000,
     ) -> None:
-        self._items_of = items_of
         self._size_of = size_of
         self._reuse_distance = reuse_distance
         self._longest = longest
         self._learnt: list[Event] = []
+        self._learnt_used: list[list[Item]] = []
         self._places: dict[Event, list[int]] = {}
         self._kept: list[frozenset[Item]] = []
         self._events: list[Event] = []  # of the present iteration
+        self._used: list[list[Item]] = []  # what each of them used
         self._next = 0
         self.looked_ahead = 0  # place up to which somebody has looked; moves back when the order changes
 
     def __len__(self) -> int:
         return len(self._learnt)
 
-    def visit(self, event: Event) -> int | None:
-        """Note that ``event`` happens now; its place in the learnt order, None where it is unknown there."""
+    def visit(self, event: Event, items: Iterable[Item]) -> int | None:
+        """Note that ``event`` happens now and uses ``items``; its place in the learnt order, None where it is unknown
+        there."""
         if len(self._events) < self._longest:
             self._events.append(event)
+            self._used.append(list(items))
         place = self._next
         if not (place < len(self._learnt) and self._learnt[place] == event):
             place = self._find(event)
@@ -82,22 +83,24 @@ class UsageOrder(Generic[Event, Item]):
 
     def finish(self) -> None:
         """The iteration is over: learn its order."""
-        if self._events and self._events != self._learnt:
+        if self._events and (self._events != self._learnt or self._used != self._learnt_used):
             self._learnt = self._events
+            self._learnt_used = self._used
             self._places = {}
             for place, event in enumerate(self._learnt):
                 self._places.setdefault(event, []).append(place)
             self._kept = self._find_kept()
-        self._events = []
+        self._events, self._used = [], []
         self._next = self.looked_ahead = 0
 
     def forget(self) -> None:
         """Start anew."""
-        self._learnt, self._places, self._kept, self._events = [], {}, [], []
+        self._learnt, self._learnt_used, self._places, self._kept = [], [], {}, []
+        self._events, self._used = [], []
         self._next = self.looked_ahead = 0
 
     def _find_kept(self) -> list[frozenset[Item]]:
-        used = [list(self._items_of(event)) for event in self._learnt]
+        used = self._learnt_used
         before = [0]  # size of everything used before each place
         for items in used:
             before.append(before[-1] + sum(map(self._size_of, items)))
