@@ -26,7 +26,8 @@ class StorageSettings:
 
     Args:
         partition: keep ``1 / mp_size`` of each on this rank.
-        on_host: keep them in host memory, page-locked where the device copies from there.
+        on_host: keep them in host memory.
+        pinned: host memory that the device copies from is page-locked.
         contiguous: keep them in slots of large buffers.
         slots: activations per buffer, needed for ``contiguous``: how many checkpoints one forward makes.
         mp_rank, mp_size, mp_group: the ranks that hold the same activations.
@@ -34,6 +35,7 @@ class StorageSettings:
 
     partition: bool = False
     on_host: bool = False
+    pinned: bool = True
     contiguous: bool = False
     slots: int | None = None
     mp_rank: int = 0
@@ -80,8 +82,9 @@ def _span(tensor: Tensor) -> int:
 class _Arena:
     """One buffer of equally large slots."""
 
-    def __init__(self, count: int, like: Tensor, numel: int, on_host: bool) -> None:
-        self.buffer = _empty(count * numel, like, on_host)
+    def __init__(self, like: Tensor, numel: int, settings: StorageSettings) -> None:
+        count = settings.slots or 0
+        self.buffer = _empty(count * numel, like, settings)
         self.free = list(reversed(range(count)))
         self.count = count
         self.numel = numel
@@ -121,7 +124,7 @@ class ContiguousBuffers:
         if arena is None:
             # Idle buffers are of a size that is not used any more, for example of another sequence length.
             self.arenas = {old: a for old, a in self.arenas.items() if len(a.free) < a.count}
-            arena = self.arenas[key] = _Arena(settings.slots, like, numel, settings.on_host)
+            arena = self.arenas[key] = _Arena(like, numel, settings)
         if not arena.free:
             warn_once_on_rank_0(
                 f"more activations wait for their backward than number_checkpoints={settings.slots} says; the others"
@@ -135,9 +138,9 @@ class ContiguousBuffers:
         self.arenas = {}
 
 
-def _empty(numel: int, like: Tensor, on_host: bool) -> Tensor:
-    if not on_host or like.device.type == "cpu":
-        return torch.empty(numel, dtype=like.dtype, device=like.device)
+def _empty(numel: int, like: Tensor, settings: StorageSettings) -> Tensor:
+    if not (settings.on_host and settings.pinned) or like.device.type == "cpu":
+        return torch.empty(numel, dtype=like.dtype, device="cpu" if settings.on_host else like.device)
     return get_accelerator().pin_empty(numel, dtype=like.dtype)
 
 
@@ -217,7 +220,7 @@ def store(tensor: Tensor, position: int, settings: StorageSettings, buffers: Con
     first = settings.mp_rank * size if split else 0
     part = flat[first : first + size]
     slot = buffers.take(position, size, tensor, settings) if settings.contiguous else None
-    kept = _empty(size, tensor, settings.on_host) if slot is None else slot.tensor
+    kept = _empty(size, tensor, settings) if slot is None else slot.tensor
     kept[: part.numel()].copy_(part, non_blocking=kept.is_pinned())
     kept[part.numel() :].zero_()
     return StoredActivation(

@@ -30,6 +30,10 @@ from deepspeed.runtime.activation_checkpointing.activation_storage import (
 )
 from deepspeed.runtime.activation_checkpointing.argument_structure import check_no_hidden_tensors, flatten
 from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
+from deepspeed.runtime.activation_checkpointing.offload_activations import (
+    _ActivationOffloadEngine,
+    mark_hidden_states,
+)
 from deepspeed.runtime.activation_checkpointing.random_states import (
     MODEL_PARALLEL_RNG,
     CudaRNGStatesTracker,
@@ -295,6 +299,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     differentiable = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
     if not (reentrant and differentiable and autograd_internals.can_check_reentrant_backward()):
         return non_reentrant_checkpoint(function, *args, **kwargs)
+    mark_hidden_states(leaves)
     call = _FlatCall(function, (args, kwargs), rebuild)
     outputs: list[Any] = []
     with _boundary(FORWARD_TIMER):
@@ -334,6 +339,7 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
             with _everything_is_recomputed():
                 return function(*positional, **named)
 
+    mark_hidden_states(leaves)
     kept = [_store_if_wanted(leaf, position) for position, leaf in enumerate(leaves)]
     with _boundary(FORWARD_TIMER):
         return torch_checkpoint(
@@ -557,6 +563,22 @@ def gather_partitioned_activations(tensors: Sequence[Any], device: Any = None) -
     """
     restored = [value.restore() if isinstance(value, StoredActivation) else value for value in tensors]
     return tuple(restored) if device is None else detach_variable(restored, device)
+
+
+def get_offloaded_activations_for_backward(args: Sequence[Any], engine: _ActivationOffloadEngine) -> list[Any]:
+    """``args`` with what ``engine`` keeps in place of each tensor that requires a gradient."""
+    kept = []
+    for value in args:
+        if isinstance(value, Tensor) and value.requires_grad:
+            engine.mark(value)
+            value = engine.pack(value)
+        kept.append(value)
+    return kept
+
+
+def restore_offloaded_activations(tensors: Sequence[Any], engine: _ActivationOffloadEngine) -> tuple[Any, ...]:
+    """What :func:`get_offloaded_activations_for_backward` was given."""
+    return tuple(engine.unpack(value) for value in tensors)
 
 
 def extract_tensors(all_objects: Sequence[Any]) -> tuple[Any, Any, tuple[bool, ...]]:

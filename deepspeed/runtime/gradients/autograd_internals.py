@@ -108,6 +108,11 @@ def check_reentrant_backward() -> None:
         )
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor's memory was changed in place. Fallback: 0, changes go unnoticed."""
+    return getattr(tensor, "_version", 0)
+
+
 def accumulate_grad_nodes(parameters: Sequence[torch.nn.Parameter]) -> list[Any]:
     """The AccumulateGrad node of each parameter, which must require grad."""
     nodes = []
