@@ -565,6 +565,18 @@ def gather_partitioned_activations(tensors: Sequence[Any], device: Any = None) -
     return tuple(restored) if device is None else detach_variable(restored, device)
 
 
+def get_partitioned_activations_for_backward(
+    args: Sequence[Any], inputs: Sequence[Any], contiguous_checkpoint: bool
+) -> list[Any]:
+    """What to keep of ``args`` until backward, ``inputs`` being their parts: a part travels with what restores it."""
+    return list(inputs)
+
+
+def get_cpu_activations_for_backward(args: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """What to keep of ``args`` until backward, ``inputs`` being their host copies."""
+    return list(inputs)
+
+
 def get_offloaded_activations_for_backward(args: Sequence[Any], engine: _ActivationOffloadEngine) -> list[Any]:
     """``args`` with what ``engine`` keeps in place of each tensor that requires a gradient."""
     kept = []

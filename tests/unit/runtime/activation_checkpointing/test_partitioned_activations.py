@@ -112,7 +112,8 @@ class TestPartitionedActivations(DistributedTest):
             assert (ck.get_partition_size(x), ck.get_partition_start(x)) == (share, rank * share)
             mine = x[rank * share : (rank + 1) * share]
             assert parts[0].kept.numel() == share and torch.equal(parts[0].kept[: mine.numel()], mine)
-            whole = ck.gather_partitioned_activations(parts)
+            kept = ck.get_partitioned_activations_for_backward(arguments, parts, contiguous_checkpoint=False)
+            whole = ck.gather_partitioned_activations(kept)
             assert torch.equal(whole[0], x) and whole[0].requires_grad and whole[1:] == tuple(arguments[1:])
 
     def test_switched_on_and_off(self) -> None:
