@@ -428,6 +428,23 @@ def test_dataclass_defined_inside():
     assert seen == [(3,), (2,)]
 
 
+def test_invisible_constructor_that_calls_its_base_twice():
+    def init(self):
+        Leaf.__init__(self)
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    seen = []
+    with patched(seen):
+
+        class Twice(Leaf):
+            pass
+
+        Twice.__init__ = init
+        module = Twice()
+    assert seen == [module]
+
+
 def test_child_with_an_invisible_end_is_seen_before_its_parent():
     seen = []
     with patched(seen):

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+import deepspeed
+from deepspeed import comm as dist
 from deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias, split_tensor_along_last_dim
+from unit.common import DistributedTest
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -214,3 +217,50 @@ def test_split_along_the_last_dimension(contiguous):
     assert all(part.is_contiguous() for part in parts) == contiguous
     with pytest.raises(RuntimeError):
         split_tensor_along_last_dim(x, [1, 2])
+
+
+class TestPartitioned(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("source_partitioned", [True, False])
+    def test_copy_between_partitioned_layers(self, source_partitioned):
+        """Each rank makes other values; those of rank 0 count."""
+        torch.manual_seed(dist.get_rank())
+        with deepspeed.zero.Init(dtype=torch.float32, enabled=source_partitioned):
+            linear = nn.Linear(7, 5)
+        with deepspeed.zero.Init(dtype=torch.float32):
+            tiled = TiledLinear(7, 5, in_splits=3, out_splits=2, init_linear=linear)
+            assert all(p.numel() == 0 for p in tiled.parameters())
+        assert all(p.numel() == 0 for p in tiled.parameters())
+        torch.manual_seed(0)
+        expected = nn.Linear(7, 5)
+        with deepspeed.zero.GatheredParameters(list(tiled.parameters())):
+            weight, bias = whole(tiled, "data")
+        assert torch.equal(weight, expected.weight) and torch.equal(bias, expected.bias)
+
+    def test_trained_like_the_whole_layer(self):
+        """Two steps of ZeRO-3 over the tiles are two steps of plain torch over the layer."""
+        torch.manual_seed(0)
+        linear = nn.Linear(7, 5)
+        with deepspeed.zero.Init(dtype=torch.float32):
+            tiled = TiledLinear(7, 5, in_splits=3, out_splits=2, init_linear=linear)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        }
+        engine, *_ = deepspeed.initialize(
+            model=tiled, config=config, optimizer=torch.optim.AdamW(tiled.parameters(), lr=0.1)
+        )
+        optimizer = torch.optim.AdamW(linear.parameters(), lr=0.1)
+        for step in range(2):
+            inputs = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(step))
+            engine.backward(engine(inputs[dist.get_rank()]).square().mean())
+            engine.step()
+            optimizer.zero_grad()
+            linear(inputs).square().mean().backward()
+            optimizer.step()
+        with deepspeed.zero.GatheredParameters(list(tiled.parameters())):
+            weight, bias = whole(tiled, "data")
+        torch.testing.assert_close(weight, linear.weight.detach())
+        torch.testing.assert_close(bias, linear.bias.detach())
