@@ -182,12 +182,13 @@ class Watchdog:
                 states = self.states()
                 text = f"Alarm of rank {origin}: {reason}.\n{watchdog_report.compose(states)}"
                 self.verdict = text
-                self.peers.ask_all({"want": "stop", "report": text}, ANSWER_SECONDS)
+                awake = [peer for peer, state in states.items() if not isinstance(state, str) and peer != self.rank]
+                self.peers.ask_all(awake, {"want": "stop", "report": text}, ANSWER_SECONDS)
             return self.verdict
 
     def states(self) -> dict[int, Answer | str]:
         """What every rank does now; a sentence for a rank that does not answer. Raises no alarm."""
-        states = self.peers.ask_all({"want": "state"}, ANSWER_SECONDS)
+        states = self.peers.ask_all(self.peers.others(), {"want": "state"}, ANSWER_SECONDS)
         for peer, farewell in self._farewells.items():
             if isinstance(states[peer], str):
                 states[peer] = farewell

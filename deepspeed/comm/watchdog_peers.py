@@ -144,11 +144,16 @@ class Peers:
                 reason = f"does not answer: {error}; its process is ending, or its host {host} cannot be reached"
         return reason
 
-    def ask_all(self, request: Answer, seconds: float) -> dict[int, Answer | str]:
-        """:meth:`ask` every other rank, many at a time."""
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        with ThreadPoolExecutor(min(_PARALLEL, len(others)), "deepspeed-watchdog-ask") as pool:
-            return dict(zip(others, pool.map(lambda peer: self.ask(peer, request, seconds), others), strict=True))
+    def ask_all(self, peers: list[int], request: Answer, seconds: float) -> dict[int, Answer | str]:
+        """:meth:`ask` several ranks, many at a time."""
+        if not peers:
+            return {}
+        with ThreadPoolExecutor(min(_PARALLEL, len(peers)), "deepspeed-watchdog-ask") as pool:
+            return dict(zip(peers, pool.map(lambda peer: self.ask(peer, request, seconds), peers), strict=True))
+
+    def others(self) -> list[int]:
+        """All ranks but this one."""
+        return [peer for peer in range(self.size) if peer != self.rank]
 
     def leaders(self) -> list[int]:
         """The ranks that may write the report, in the order in which they are asked."""

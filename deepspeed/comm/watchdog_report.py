@@ -97,7 +97,9 @@ def _unequal_counts(name: str, seen: dict[int, dict[str, Any]]) -> str:
     table = {op[0]: op for op in seen[ahead[0]]["operations"]}
     missing = table.get(first_missing)
     what = f"'{_text(missing)}'" if missing else "an operation that is no longer remembered"
-    counts = "; ".join(f"rank {rank}: {count}" for rank, count in sorted(late.items())[:12])
+    counts = "; ".join(
+        f"rank {rank}: {count or 'none, or the group is destroyed there'}" for rank, count in sorted(late.items())[:12]
+    )
     behind = [rank for rank, count in late.items() if count == first_missing]
     return (
         f"NOT ARRIVED in {name}: {names(behind)} {'has' if len(behind) == 1 else 'have'} not come to operation"
