@@ -385,6 +385,10 @@ class Gather:
         own = rows.narrow(0, ranks.rank * width, width)
         torch.cat(sources, out=own) if len(sources) > 1 else own.copy_(sources[0])
         self._rows = rows
+        # All memory comes from the current stream's pool: what the side stream does with it is over before ``wait``
+        # returns, and only after that can it be let go of.
+        single = len(sources) == 1
+        self._fulls = [rows] if single else [rows.new_empty(ranks.world_size * source.numel()) for source in sources]
         if width == 0:
             self._take_out()
             return
@@ -411,15 +415,10 @@ class Gather:
 
     def _take_out(self) -> None:
         """From one row per rank to one contiguous tensor per parameter."""
-        world_size = self._ranks.world_size
-        if len(self.shards) == 1:
-            self._fulls = [self._rows]
-        else:
-            numels = [source.numel() for source in self._sources()]
-            columns = self._rows.view(world_size, -1).split(numels, dim=1)
-            self._fulls = [self._rows.new_empty(world_size * numel) for numel in numels]
+        if len(self.shards) > 1:
+            world_size = self._ranks.world_size
+            columns = self._rows.view(world_size, -1).split([source.numel() for source in self._sources()], dim=1)
             autograd.copy_each([full.view(world_size, -1) for full in self._fulls], list(columns))
-        self._rows = None
 
     def wait(self) -> None:
         """Make the whole values the parameters' data. On CUDA the current stream waits, the host does not."""
@@ -427,6 +426,7 @@ class Gather:
             if self._works:
                 self._await()
             self._order.wait_mark(self._mark)
+            self._rows = None
             for shard, full in zip(self.shards, self._fulls):
                 shard.show(full)
 

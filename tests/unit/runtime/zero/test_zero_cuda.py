@@ -14,8 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed
 from deepspeed.runtime.gradients import reducer as reducer_module
 from deepspeed.runtime.gradients.streams import SideStream
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.runtime.zero import sharded_parameter
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from unit.common import DistributedTest
+from unit.graphs import whole_copy
 from unit.reference import max_relative_error, reference_gradients
 
 pytestmark = pytest.mark.cuda
@@ -94,7 +96,7 @@ def check_windows(rank: int, world: int, dtype: torch.dtype, form: str, config: 
         batches = [
             [torch.randn(4, WIDTH, generator=generator).to(dtype) for _ in range(accumulation)] for _ in range(world)
         ]
-        expected = reference_gradients(model, loss_of, batches)
+        expected = reference_gradients(whole_copy(model), loss_of, batches)
         for batch in batches[rank]:
             loss = loss_of(engine.module, batch.cuda(), engine)
             if form == "engine":
@@ -106,32 +108,39 @@ def check_windows(rank: int, world: int, dtype: torch.dtype, form: str, config: 
         actual = {name: safe_get_full_grad(parameter) for name, parameter in model.named_parameters()}
         name, error = max_relative_error(actual, expected)
         assert error < TOLERANCE[dtype], f"window {window}: {name} is off by {error}"
-        before = model.decoder.weight.detach().float().clone()
+        before = safe_get_full_fp32_param(model.decoder.weight).clone()
         engine.step()
-        assert engine.was_step_applied() and not torch.equal(before, model.decoder.weight.float())
+        after = safe_get_full_fp32_param(model.decoder.weight)
+        assert engine.was_step_applied() and not torch.equal(before, after)
+        with deepspeed.zero.GatheredParameters(model.decoder.weight):
+            assert torch.equal(model.decoder.weight.float(), after.to(dtype).float())
     engine.destroy()
 
 
 @pytest.mark.parametrize("delay", DELAYS)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 class TestGradientsOnOneDevice(DistributedTest):
     world_size = 2
     backend = "gloo"
 
     def test_reused_encoder(self, stage: int, delay: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(reducer_module, "order_for", DELAYS[delay])
+        monkeypatch.setattr(sharded_parameter, "order_for", DELAYS[delay])
         rank = deepspeed.comm.get_rank()
         for dtype in TOLERANCE:
             for overlap in (False, True):
                 for form, accumulation, bucket in (("engine", 1, 500), ("engine", 2, 3000), ("direct", 2, 10**6)):
                     # gloo reduces CUDA tensors by all-reduce and broadcast only
                     zero = {"reduce_scatter": False, "allgather_partitions": False, "overlap_comm": overlap}
+                    if stage == 3:
+                        zero |= {"stage3_use_all_reduce_for_fetch_params": True, "stage3_prefetch_bucket_size": 5000}
+                        zero |= {"stage3_param_persistence_threshold": 100 if overlap else 0}
                     config = config_for(stage, dtype, accumulation, reduce_bucket_size=bucket, **zero)
                     check_windows(rank, 2, dtype, form, config)
 
 
 @pytest.mark.parametrize("delay", DELAYS)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 class TestGradientsOverNccl(DistributedTest):
     """One rank: no collective hides a missing wait by blocking the host."""
 
@@ -139,7 +148,29 @@ class TestGradientsOverNccl(DistributedTest):
 
     def test_reused_encoder(self, stage: int, delay: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(reducer_module, "order_for", DELAYS[delay])
+        monkeypatch.setattr(sharded_parameter, "order_for", DELAYS[delay])
         for dtype in TOLERANCE:
             for form, accumulation in (("engine", 1), ("engine", 3), ("direct", 2)):
                 config = config_for(stage, dtype, accumulation, reduce_bucket_size=700, overlap_comm=True)
                 check_windows(0, 1, dtype, form, config)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+class TestNoDeviceSynchronisation(DistributedTest):
+    world_size = 1
+
+    def test_in_forward_and_backward(self, stage: int) -> None:
+        """The host never waits for the device there; torch raises if it does."""
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        config = config_for(stage, torch.bfloat16, 1, overlap_comm=True, stage3_param_persistence_threshold=100)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        batch = torch.randn(4, WIDTH, device="cuda", dtype=torch.bfloat16)
+        for step in range(4):
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+            try:
+                engine.backward(engine(batch).square().mean())
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            engine.step()
