@@ -131,7 +131,8 @@ def configure(
         profile: log the time of each checkpoint's forward and backward.
 
     Raises:
-        TypeError, ValueError: a value of the wrong type, or fewer than one checkpoint.
+        TypeError, ValueError: a value of the wrong type, fewer than one checkpoint, or a model-parallel size that is
+            not that of the group.
     """
     given: dict[str, Any] = {}
     if deepspeed_config is not None:
@@ -156,13 +157,11 @@ def configure(
             given[name] = value
     if given.get("slots") is not None:
         _check_count(given["slots"], "num_checkpoints")
+    if mpu_ is not None:
+        given.update(_model_parallel_figures(mpu_))
+        _settings.mpu = mpu_
     _settings.synchronize = given.pop("synchronize", _settings.synchronize)
     _settings.profile = given.pop("profile", _settings.profile)
-    if mpu_ is not None:
-        _settings.mpu = mpu_
-        given["mp_rank"] = bwc_tensor_model_parallel_rank(mpu_)
-        given["mp_size"] = bwc_tensor_model_parallel_world_size(mpu_)
-        given["mp_group"] = bwc_tensor_model_parallel_group(mpu_)
     _settings.storage = replace(_settings.storage, **given)
     if _settings.storage.partition and _settings.mpu is None:
         warn_once_on_rank_0(
@@ -170,6 +169,16 @@ def configure(
             " activations. Pass mpu to deepspeed.initialize or to deepspeed.checkpointing.configure"
         )
     _settings.configured = True
+
+
+def _model_parallel_figures(unit: Any) -> dict[str, Any]:
+    size, group = bwc_tensor_model_parallel_world_size(unit), bwc_tensor_model_parallel_group(unit)
+    if size > 1 and dist.get_world_size(group) != size:
+        raise ValueError(
+            f"mpu says that {size} ranks share a model, but its tensor-parallel group has {dist.get_world_size(group)}"
+            " (the world, where it has none): activations would be divided wrongly"
+        )
+    return {"mp_rank": bwc_tensor_model_parallel_rank(unit), "mp_size": size, "mp_group": group}
 
 
 def _section_of(config: Any) -> DeepSpeedActivationCheckpointingConfig:

@@ -205,6 +205,14 @@ class TestEngines(DistributedTest):
             assert settings() == (True, 6, True, True, True, True)
             assert (ck.mpu, ck.mp_size, ck.mp_rank) == (unit, 2, torch.distributed.get_rank())
 
+    def test_model_parallel_unit_that_contradicts_itself(self) -> None:
+        unit = all_ranks_share_one_model()
+        unit.get_tensor_model_parallel_world_size = lambda: 3  # type: ignore[method-assign]
+        with unconfigured():
+            with pytest.raises(ValueError, match="3 ranks share a model.*group has 2"):
+                ck.configure(unit, partition_activations=True)
+            assert not ck.is_configured() and not ck.PARTITION_ACTIVATIONS
+
     def test_random_states_of_ranks_that_share_a_model(self) -> None:
         with unconfigured():
             ck.configure(all_ranks_share_one_model())

@@ -216,7 +216,9 @@ def test_returned_parameter_stays_a_leaf(kind: str) -> None:
     block, x = Block(), an_input()
     check_same(
         kind,
-        lambda run: (lambda out: (out[0] @ out[1]).square().sum())(run(lambda a: (block(a), block.linear.weight), x)),
+        lambda run: (lambda out: (out[0] @ out[1] @ out[2]).square().sum())(
+            run(lambda a: (block(a), block.linear.weight, block.linear.weight.t()), x)
+        ),
         [x, *block.parameters()],
     )
     assert block.linear.weight.is_leaf
