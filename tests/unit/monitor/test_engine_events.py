@@ -61,7 +61,7 @@ def window(engine: Any, seed: int = 0, dtype: str = "fp32") -> list[float]:
 class TestValues(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("stage", [0, 1, 2])
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
     def test_loss_norms_and_counts_of_each_window(self, tmp_path, stage):
         engine = cases.make_engine(monitored(tmp_path, stage, gradient_clipping=0.5))
         assert engine.monitor.enabled
@@ -283,6 +283,24 @@ def test_nothing_is_read_in_forward_and_backward():
         events.saw_inputs((torch.zeros(2, 5, device="meta", dtype=torch.int64),), {})
         events.saw_loss(loss.reshape(1), 0.5)
     assert events._loss.device.type == "meta" and events._loss.dtype == torch.float64 and events._tokens == 20
+
+
+class TestNoDeviceSynchronisation(DistributedTest):
+    world_size = 1
+    requires_cuda_env = True
+
+    def test_in_forward_and_backward_with_a_monitor(self, tmp_path):
+        """torch raises where the host waits for the device."""
+        engine = cases.make_engine(monitored(tmp_path), model=Tokens())
+        ids = torch.zeros(2, 7, dtype=torch.int64, device=engine.device)
+        for step in range(2 * GAS):
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+            try:
+                engine.backward(engine(ids))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            engine.step()
+        assert len(rows(tmp_path, "train_loss")) == 2
 
 
 class TestOff(DistributedTest):
