@@ -69,12 +69,19 @@ class DeviceProbe:
         self._since = time.monotonic()
         self.stuck = 0.0
 
-    def look(self) -> None:
-        """Ask the device; ``stuck`` is then the age in seconds of the mark that it has not passed, 0.0 without one."""
+    def look(self, seconds: float) -> None:
+        """Called from time to time. ``stuck`` is then the age in seconds of a mark that the device has not passed.
+
+        A mark is asked about when it is half of ``seconds`` old: asking spoils a graph that another thread may just be
+        capturing, so it must be rare.
+        """
+        age = time.monotonic() - self._since
+        if self._mark is not None and age < seconds / 2:
+            return
         if self._mark is None or self._mark.query():
             self._mark, self._since, self.stuck = self._make_mark(), time.monotonic(), 0.0
         else:
-            self.stuck = time.monotonic() - self._since
+            self.stuck = age
 
 
 class Watchdog:
@@ -258,7 +265,7 @@ class Watchdog:
 
     def _check_devices(self) -> None:
         for probe in list(self.probes):
-            probe.look()
+            probe.look(self.seconds)
             if probe.stuck > self.seconds:
                 self.probes.remove(probe)
                 threading.Thread(

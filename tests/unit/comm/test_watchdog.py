@@ -419,20 +419,31 @@ SCRIPT = """
     import json, os, sys, time
     import torch
     import deepspeed.comm as dist
+    from deepspeed.comm import watchdog
 
-    CASES = {"gave up": 3, "raised": 2, "quiet": 2}
+    CASES = {"gave up": 3, "raised": 2, "quiet": 2, "device": 2}
+
+    class NeverPassed:
+        def query(self):
+            return False
 
     def body(case, rank):
         dist.all_reduce(torch.ones(2))
         if case == "gave up":
             if rank == 1:
-                time.sleep(10)
+                limit = time.monotonic() + 60
+                while not os.path.exists("others have ended") and time.monotonic() < limit:
+                    time.sleep(0.1)
                 return
             dist.all_reduce(torch.ones(3))
         elif case == "raised":
             if rank == 1:
                 raise ValueError("no such file")
             dist.all_reduce(torch.ones(3))
+        elif case == "device":
+            if rank == 0:
+                watchdog.watch_device(watchdog.DeviceProbe("the device of the test", NeverPassed))
+            time.sleep(30 if rank == 0 else 6)
         else:
             time.sleep(3 * rank)
 
@@ -454,14 +465,16 @@ SCRIPT = """
     while children:
         pid, status = os.wait()
         case, rank = children.pop(pid)
-        ends[f"{case}.{rank}"] = (os.waitstatus_to_exitcode(status), time.monotonic())
+        ends[f"{case}.{rank}"] = (os.waitstatus_to_exitcode(status), len(ends))
+        if {"gave up.0", "gave up.2"} <= ends.keys():
+            open("others have ended", "w").close()
     json.dump(ends, open("ends.json", "w"))
 """
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """Per case: exit status, output and time of the end of each rank."""
+    """Per case: exit status, output and place in the order of ends of each rank."""
     place = tmp_path_factory.mktemp("ended")
     (place / "script.py").write_text(textwrap.dedent(SCRIPT))
     here = os.pathsep.join(os.path.abspath(path) for path in sys.path)
@@ -475,18 +488,53 @@ def ended(tmp_path_factory):
 
 
 def test_process_that_gave_up_ends_at_once(ended):
-    """A gloo thread is still in the collective; joining it would take until the sleeper leaves."""
-    (sleeper_code, _, sleeper_end) = ended["gave up"][1]
-    assert sleeper_code == 0
+    """A gloo thread is still in the collective; joining it would take until rank 1 leaves, which waits for the end."""
+    code, _, last = ended["gave up"][1]
+    assert code == 0
     for rank in (0, 2):
-        code, log, end = ended["gave up"][rank]
-        assert code == 1 and sleeper_end - end > 4
+        code, log, place = ended["gave up"][rank]
+        assert code == 1 and place < last
         assert "CollectiveTimeoutError" in log and "rank 1 has not come to operation 2" in log
 
 
 def test_how_a_rank_ended_is_told(ended):
     assert [code for code, _, _ in ended["raised"].values()] == [1, 1]
     assert "rank 1: its process has ended with ValueError: no such file" in ended["raised"][0][1]
+
+
+def test_stuck_device_ends_the_process(ended):
+    code, log, _ = ended["device"][0]
+    assert code == watchdog.EXIT_CODE == 75
+    assert "rank 0 of 2: the device of the test has not advanced for" in log and "in body: time.sleep(30" in log
+    assert ended["device"][1][0] == 0  # computes, and nobody waits for it
+
+
+def test_device_that_goes_on_is_not_stuck(monkeypatch):
+    """Marks are asked about rarely, and a passed one is replaced."""
+    clock, made = [0.0], []
+
+    class Mark:
+        passed, asked = False, 0
+
+        def __init__(self):
+            made.append(self)
+
+        def query(self):
+            self.asked += 1
+            return self.passed
+
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+    probe = watchdog.DeviceProbe("a queue", Mark)
+    for clock[0] in (0.0, 2.0, 4.0):
+        probe.look(10.0)
+    assert len(made) == 1 and made[0].asked == 0
+    made[0].passed = True
+    for clock[0] in (6.0, 8.0, 10.0):
+        probe.look(10.0)
+    assert len(made) == 2 and (made[0].asked, made[1].asked) == (1, 0) and probe.stuck == 0.0
+    clock[0] = 17.0
+    probe.look(10.0)
+    assert probe.stuck == 11.0
 
 
 def test_quiet_end_without_destroying_the_group(ended):
