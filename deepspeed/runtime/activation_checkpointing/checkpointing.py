@@ -134,28 +134,17 @@ def configure(
         TypeError, ValueError: a value of the wrong type, fewer than one checkpoint, or a model-parallel size that is
             not that of the group.
     """
-    given: dict[str, Any] = {}
-    if deepspeed_config is not None:
-        section = _section_of(deepspeed_config)
-        given = {
-            "partition": section.partition_activations,
-            "contiguous": section.contiguous_memory_optimization,
-            "slots": section.number_checkpoints,
-            "on_host": section.cpu_checkpointing,
-            "synchronize": section.synchronize_checkpoint_boundary,
-            "profile": section.profile,
-        }
-    for name, value in (
-        ("partition", partition_activations),
-        ("contiguous", contiguous_checkpointing),
-        ("slots", num_checkpoints),
-        ("on_host", checkpoint_in_cpu),
-        ("synchronize", synchronize),
-        ("profile", profile),
-    ):
-        if value is not None:
-            given[name] = value
-    if given.get("slots") is not None:
+    arguments = {
+        "partition": partition_activations,
+        "contiguous": contiguous_checkpointing,
+        "slots": num_checkpoints,
+        "on_host": checkpoint_in_cpu,
+        "synchronize": synchronize,
+        "profile": profile,
+    }
+    given = {} if deepspeed_config is None else _values_of(_section_of(deepspeed_config))
+    given |= {name: value for name, value in arguments.items() if value is not None}
+    if "slots" in given:
         _check_count(given["slots"], "num_checkpoints")
     if mpu_ is not None:
         given.update(_model_parallel_figures(mpu_))
@@ -185,6 +174,18 @@ def _section_of(config: Any) -> DeepSpeedActivationCheckpointingConfig:
     if isinstance(config, DeepSpeedConfig):
         return config.activation_checkpointing_config
     return DeepSpeedActivationCheckpointingConfig(load_config(config))
+
+
+def _values_of(section: DeepSpeedActivationCheckpointingConfig) -> dict[str, Any]:
+    values = {
+        "partition": section.partition_activations,
+        "contiguous": section.contiguous_memory_optimization,
+        "slots": section.number_checkpoints,
+        "on_host": section.cpu_checkpointing,
+        "synchronize": section.synchronize_checkpoint_boundary,
+        "profile": section.profile,
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _check_count(count: Any, name: str) -> None:

@@ -80,6 +80,8 @@ def test_arguments_win_over_the_config_and_none_leaves_what_is_set() -> None:
     ck.partition_activations_in_checkpoint(False)
     ck.set_num_layers(9)
     assert settings() == (False, 9, True, False, False, False)
+    ck.configure(None, {"activation_checkpointing": {"cpu_checkpointing": True}})
+    assert settings() == (False, 9, False, False, True, False), "a config names everything but a number it lacks"
 
 
 @pytest.mark.parametrize(("count", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
