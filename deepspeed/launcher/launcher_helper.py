@@ -11,41 +11,25 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 if __package__:
-    from .constants import (
-        IMPI_LAUNCHER,
-        MPICH_LAUNCHER,
-        MVAPICH_LAUNCHER,
-        OPENMPI_LAUNCHER,
-        SLURM_LAUNCHER,
-        TORCHRUN_LAUNCHER,
-    )
-    from .core_binding import cores_of_rank, numactl_prefix
-    from .launch import die_with_parent, log_timestamp, open_rank_log, script_command
+    from . import constants, core_binding, launch
 else:  # executed as a file: this folder is on sys.path, the package may not be
-    from constants import (
-        IMPI_LAUNCHER,
-        MPICH_LAUNCHER,
-        MVAPICH_LAUNCHER,
-        OPENMPI_LAUNCHER,
-        SLURM_LAUNCHER,
-        TORCHRUN_LAUNCHER,
-    )
-    from core_binding import cores_of_rank, numactl_prefix
-    from launch import die_with_parent, log_timestamp, open_rank_log, script_command
+    import constants
+    import core_binding
+    import launch
 
 # Variables in which each launcher tells a process its global and its local rank.
 _RANK_NAMES = {
-    MPICH_LAUNCHER: (["PMIX_RANK", "PMI_RANK"], ["PALS_LOCAL_RANKID", "MPI_LOCALRANKID"]),
-    IMPI_LAUNCHER: (["PMIX_RANK", "PMI_RANK"], ["MPI_LOCALRANKID"]),
-    OPENMPI_LAUNCHER: (["OMPI_COMM_WORLD_RANK"], ["OMPI_COMM_WORLD_LOCAL_RANK"]),
-    MVAPICH_LAUNCHER: (["MV2_COMM_WORLD_RANK"], ["MV2_COMM_WORLD_LOCAL_RANK"]),
-    SLURM_LAUNCHER: (["SLURM_PROCID"], ["SLURM_LOCALID"]),
-    TORCHRUN_LAUNCHER: (["RANK"], ["LOCAL_RANK"]),
+    constants.MPICH_LAUNCHER: (["PMIX_RANK", "PMI_RANK"], ["PALS_LOCAL_RANKID", "MPI_LOCALRANKID"]),
+    constants.IMPI_LAUNCHER: (["PMIX_RANK", "PMI_RANK"], ["MPI_LOCALRANKID"]),
+    constants.OPENMPI_LAUNCHER: (["OMPI_COMM_WORLD_RANK"], ["OMPI_COMM_WORLD_LOCAL_RANK"]),
+    constants.MVAPICH_LAUNCHER: (["MV2_COMM_WORLD_RANK"], ["MV2_COMM_WORLD_LOCAL_RANK"]),
+    constants.SLURM_LAUNCHER: (["SLURM_PROCID"], ["SLURM_LOCALID"]),
+    constants.TORCHRUN_LAUNCHER: (["RANK"], ["LOCAL_RANK"]),
 }
 # Other names of what a rank of the launch step finds; where a launcher does not know one of them it stays unset.
 _FURTHER_NAMES = {
-    OPENMPI_LAUNCHER: {"OMPI_COMM_WORLD_LOCAL_SIZE": "LOCAL_SIZE"},
-    TORCHRUN_LAUNCHER: {
+    constants.OPENMPI_LAUNCHER: {"OMPI_COMM_WORLD_LOCAL_SIZE": "LOCAL_SIZE"},
+    constants.TORCHRUN_LAUNCHER: {
         "LOCAL_WORLD_SIZE": "LOCAL_SIZE",
         "GROUP_RANK": "CROSS_RANK",
         "GROUP_WORLD_SIZE": "CROSS_SIZE",
@@ -58,7 +42,7 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="starts one rank under an MPI launcher; normally called by `deepspeed`"
     )
-    parser.add_argument("--launcher", type=str, default=MPICH_LAUNCHER, choices=list(_RANK_NAMES))
+    parser.add_argument("--launcher", type=str, default=constants.MPICH_LAUNCHER, choices=list(_RANK_NAMES))
     parser.add_argument("--module", action="store_true", help="run the script as `python -m`")
     parser.add_argument("--no_python", action="store_true", help="execute the script directly")
     parser.add_argument("--bind_cores_to_rank", action="store_true", help="bind the rank to its own cores")
@@ -104,7 +88,7 @@ def env_mapping(
 
 
 def _redirect_output(folder: str, rank: int) -> None:
-    log = open_rank_log(folder, log_timestamp(), rank)
+    log = launch.open_rank_log(folder, launch.log_timestamp(), rank)
     if log is not None:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -128,14 +112,14 @@ def main(args: list[str] | None = None) -> NoReturn:
         if theirs in env:
             env[ours] = env[theirs]
     own = [f"--local_rank={env['LOCAL_RANK']}"] if parsed.pass_local_rank else []
-    command = script_command(parsed.user_script, [*own, *parsed.user_args], parsed.module, parsed.no_python)
+    command = launch.script_command(parsed.user_script, [*own, *parsed.user_args], parsed.module, parsed.no_python)
     if parsed.bind_cores_to_rank:
-        cores = cores_of_rank(parsed.bind_core_list, int(env["LOCAL_SIZE"]), int(env["LOCAL_RANK"]))
+        cores = core_binding.cores_of_rank(parsed.bind_core_list, int(env["LOCAL_SIZE"]), int(env["LOCAL_RANK"]))
         env["OMP_NUM_THREADS"] = str(len(cores))
-        command = numactl_prefix(cores) + command
+        command = core_binding.numactl_prefix(cores) + command
     _redirect_output(parsed.enable_each_rank_log, int(env["RANK"]))
-    if parsed.launcher == TORCHRUN_LAUNCHER:
-        die_with_parent()  # the agent starts each rank in a session of its own
+    if parsed.launcher == constants.TORCHRUN_LAUNCHER:
+        launch.die_with_parent()  # the agent starts each rank in a session of its own
     os.execvpe(command[0], command, env)
 
 
