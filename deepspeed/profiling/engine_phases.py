@@ -83,7 +83,7 @@ class EnginePhases:
         self._profile_due = self._flops.enabled and rank == 0
         self._micro_steps = self._steps = 0  # since the timers' last report
         self._observing = timed or self._memory or self._profile_due
-        if timed:
+        if self._prints_times:
             nvtx.request_ranges()
 
     def phase(self, phase: Phase, engine: "DeepSpeedEngine") -> AbstractContextManager[None]:

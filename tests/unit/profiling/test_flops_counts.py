@@ -136,7 +136,14 @@ class Recursive(nn.Module):
 
 
 def test_module_that_calls_itself_counts_once():
-    assert counts(Recursive(), torch.ones(BATCH, IN)) == 2 * 2 * BATCH * IN * IN
+    model = Recursive()
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    model(torch.ones(BATCH, IN))
+    profiler.stop_profile()
+    assert get_module_flops(model) == profiler.get_total_flops() == 2 * 2 * BATCH * IN * IN
+    assert profiler.records[model].calls == 1 and profiler.records[model.linear].calls == 2
+    profiler.end_profile()
 
 
 def test_calls_of_submodules_alone_count_and_the_callers_own_work_does_not():
