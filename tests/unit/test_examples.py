@@ -12,6 +12,7 @@ import pytest
 import deepspeed
 
 SHARED_ENCODER = Path(__file__).resolve().parents[2] / "examples" / "shared_encoder" / "train.py"
+ZERO_INIT = SHARED_ENCODER.parents[1] / "zero_init" / "train.py"
 PATHS = ("encoder, main path only", "encoder, auxiliary only", "encoder, both", "decoder")
 
 # Stands in for an engine whose gradients are 5 % too large.
@@ -24,10 +25,20 @@ sys.path.insert(0, {folder!r})
 runpy.run_path({script!r}, run_name="__main__")
 """
 
+# Holds far more than the model all the time.
+HOARDING = """
+import runpy
+import torch
+kept = torch.zeros(10_000_000)
+runpy.run_path({script!r}, run_name="__main__")
+"""
 
-def run_on_two_ranks(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib")
+
+def run_on_two_ranks(
+    script: Path, *arguments: str, needs: tuple[str, ...] = ("sklearn", "matplotlib")
+) -> subprocess.CompletedProcess[str]:
+    for package in needs:
+        pytest.importorskip(package)
     package = str(Path(deepspeed.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -62,3 +73,19 @@ def test_shared_encoder_fails_on_a_wrong_gradient(tmp_path: Path) -> None:
     for path in PATHS:
         assert errors_along(path, done.stdout) == pytest.approx([0.05, 0.05], abs=1e-2)
     assert "OFF" in done.stdout
+
+
+def test_zero_init_stays_within_its_budget() -> None:
+    done = run_on_two_ranks(ZERO_INIT, "--width", "256", "--steps", "3", needs=())
+    assert done.returncode == 0, done.stdout + done.stderr
+    (budget,) = re.findall(r"a rank may take (\d+) MB", done.stdout)
+    (most, now) = re.findall(r"at most (\d+) MB of tensors, and holds (\d+) MB now", done.stdout)[0]
+    assert 0 < int(now) <= int(most) <= int(budget)
+    assert "within the budget, and it learns" in done.stdout
+
+
+def test_zero_init_reports_more_than_its_budget(tmp_path: Path) -> None:
+    wrapper = tmp_path / "hoarding.py"
+    wrapper.write_text(HOARDING.format(script=str(ZERO_INIT)))
+    done = run_on_two_ranks(wrapper, "--width", "256", "--depth", "1", "--steps", "2", needs=())
+    assert done.returncode == 1 and "OVER the budget" in done.stdout, done.stdout + done.stderr

@@ -151,7 +151,7 @@ class ConstructionPatch:
                 patch._replaced.pop().restore()
             patch._wrapped.clear()
         _patches[_patches.index(self) :] = []
-        if not _patches and not above:
+        if not _patches:
             _construction.unwatch_all()
         for patch in above:
             patch._put_in_place()

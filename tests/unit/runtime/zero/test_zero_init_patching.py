@@ -494,6 +494,20 @@ def test_decorated_constructor_keeps_its_decorator():
     assert seen == [2, 2] and len(list(Decorated().parameters())) == 2 and seen == [2, 2]
 
 
+def test_constructor_replaced_inside_and_never_called_stays():
+    def replacement(self):
+        pass
+
+    with patched():
+
+        class Replaced(Leaf):
+            def __init__(self):
+                super().__init__()
+
+        Replaced.__init__ = replacement
+    assert vars(Replaced)["__init__"] is replacement
+
+
 def test_class_that_keeps_init_subclass_to_itself():
     class Closed(nn.Module):
         def __init_subclass__(cls, **kwargs):
