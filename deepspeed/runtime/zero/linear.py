@@ -38,8 +38,9 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
         device = input.device.type
         if not torch.is_autocast_enabled(device):
             return _plain_linear(input, weight, bias)
-        # Not left to autocast, which keeps the weight's copy until its context ends. Gradients do not pass through
-        # that copy, since none are recorded here, but other uses of the weight in the same context would take it.
+        # Not left to autocast, which may keep the weight's copy until its context ends. No gradient passes through a
+        # copy that is made here, where none are recorded, and other uses of the weight could be given it: versions of
+        # torch differ in that.
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
             return _plain_linear(*(_in_autocast_dtype(each, dtype) for each in (input, weight, bias)))
