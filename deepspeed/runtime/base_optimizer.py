@@ -336,6 +336,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self.retract_gradients()
         self._check_still_frozen()
         shards = self.reducer.synchronize()
+        self._check_window()
         if not self.reducer.ledger.reduced:
             raise RuntimeError(
                 "step() without backward: no rank has run a backward since the last step, so there is no gradient. Call"
@@ -356,6 +357,9 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self.reducer.start_window()
         if not self.custom_loss_scaler:
             self.loss_scaler.update_scale(self.overflow)
+
+    def _check_window(self) -> None:
+        """What else must hold before gradients are used. Every rank is here, and none still reduces. Collective."""
 
     def _update(self, shards: list[torch.Tensor]) -> None:
         """Step the inner optimizer with ``shards`` as gradient and write the model's weights."""

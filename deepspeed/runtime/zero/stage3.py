@@ -151,13 +151,13 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         self.contiguous_gradients = contiguous_gradients
         self.communication_data_type = communication_data_type or model_dtype
         self.gradient_accumulation_dtype = gradient_accumulation_dtype
-        self._take_over(ShardWeights(layout))
+        self._take_over(ShardWeights(layout, *master_dtypes(bf16_master_weights_and_gradients, bf16_optimizer_states)))
 
     # ------------------------------------------------------------------ the step
 
     def settle_gradients(self) -> None:
-        self._check_gathers()
         super().settle_gradients()
+        self._check_window()
 
     def step(self, closure: Any = None) -> None:
         """As ``ZeROOptimizer.step``.
@@ -165,12 +165,12 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         Raises:
             RuntimeError: also when ranks ran different modules since the last step.
         """
-        self._check_gathers()
         super().step(closure)
         self.parameter_offload.end_window()
 
-    def _check_gathers(self) -> None:
-        """Ranks that gathered different weights under one another's name must not step. Collective."""
+    def _check_window(self) -> None:
+        """Ranks that gathered different weights under one another's name must not step. It is asked when no rank reduces
+        any more, since a backward on some ranks alone asks the others through the same channel."""
         for ranks in {shard.ranks: None for shard in self.parameter_offload.shards}:
             ranks.check_order(self.reducer.channel)
 
