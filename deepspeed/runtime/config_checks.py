@@ -272,11 +272,6 @@ _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
         "fp16 master weights",
         lambda c: c.float16_config.fp16_master_weights_and_grads,
     ),
-    (
-        "bf16.bf16_master_weights_and_grads",
-        "bf16 master weights",
-        lambda c: c.bfloat16_config.bf16_master_weights_and_grads,
-    ),
     ("datastates_ckpt", "DataStates checkpoint engine", _section_not_empty("datastates_ckpt")),
     ("checkpoint.writer", "checkpoint file writers", lambda c: c.checkpoint_config["writer"] is not None),
 ]

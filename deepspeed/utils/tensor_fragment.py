@@ -294,14 +294,14 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
 def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor:
     """This rank's partition of the fp32 master: 1-D, padded."""
     link = _require_partitioned(param, "safe_get_local_fp32_param")
-    return link.optimizer.own_padded(link, link.optimizer.state_owner(link).data).clone()
+    return link.optimizer.own_padded(link, link.optimizer.master_of(link)).clone()
 
 
 @torch.no_grad()
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Replace this rank's partition of the master; the model's weight follows at once. Collective."""
     link = _require_partitioned(param, "safe_set_local_fp32_param")
-    _write_local(link, link.optimizer.own_padded(link, link.optimizer.state_owner(link).data), value)
+    _write_local(link, link.optimizer.own_padded(link, link.optimizer.master_of(link)), value)
     link.optimizer.write_local_weight(link, value)
 
 

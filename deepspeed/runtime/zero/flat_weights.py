@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """This rank's fp32 master weights, and the model's weights that follow them: views of flat tensors, or shards."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from deepspeed.runtime.gradients.layout import FlatGroup, ShardLayout, master_dtype
@@ -10,20 +13,58 @@ from deepspeed.runtime.zero.sharded_parameter import ShardedParameter, shard_of
 class MasterWeights:
     """One master per flat group, laid out like this rank's shard of the group's gradient.
 
+    The inner optimizer steps on ``stepped``: the masters themselves, or, where masters are kept in less than it
+    computes in, tensors that hold them in that dtype for the time of a step.
+
     Args:
         layout: where each parameter lies.
+        kept_in: dtype of the masters of weights that are no wider; None: fp32, or the weights' own if that is wider.
+        stepped_in: dtype of the step and hence of the optimizer's state; None: that of the masters.
     """
 
-    def __init__(self, layout: ShardLayout) -> None:
+    def __init__(
+        self, layout: ShardLayout, kept_in: torch.dtype | None = None, stepped_in: torch.dtype | None = None
+    ) -> None:
         self.layout = layout
         self.flats: list[torch.Tensor] = []
         self.masters: list[torch.Tensor] = []
         with torch.no_grad():
             for group in layout.groups:
                 self.flats.append(self._flatten(group))
-                self.masters.append(self.own_slice(group.index).detach().to(master_dtype(group.dtype), copy=True))
-        for master in self.masters:
-            master.requires_grad_()
+                low = kept_in is not None and group.dtype.itemsize <= kept_in.itemsize
+                dtype = kept_in if low else master_dtype(group.dtype)
+                self.masters.append(self.own_slice(group.index).detach().to(dtype, copy=True))
+        self.stepped = [
+            self._stepped(master, stepped_in if master.dtype is kept_in else None) for master in self.masters
+        ]
+        for tensor in self.stepped:
+            tensor.requires_grad_()
+
+    @staticmethod
+    def _stepped(master: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        return master if dtype in (None, master.dtype) else master.to(dtype)
+
+    @contextmanager
+    def stepping(self, gradients: list[torch.Tensor]) -> Iterator[None]:
+        """The time of a step: ``stepped`` hold the masters and ``gradients``; afterwards the masters are updated."""
+        for tensor, master, gradient in zip(self.stepped, self.masters, gradients):
+            if tensor is not master:
+                tensor.data = master.to(tensor.dtype)
+            tensor.grad = gradient if gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
+        try:
+            yield
+        finally:
+            for tensor, master in zip(self.stepped, self.masters):
+                tensor.grad = None
+                if tensor is not master:
+                    master.copy_(tensor)
+            self.free_copies()
+
+    def free_copies(self) -> None:
+        """Between steps: only the masters hold values."""
+        for tensor, master in zip(self.stepped, self.masters):
+            if tensor is not master:
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def _flatten(self, group: FlatGroup) -> torch.Tensor:
         """Bring the group's weights into one tensor in the group's dtype."""
@@ -47,7 +88,7 @@ class MasterWeights:
 
     def release(self) -> None:
         """Free the masters; the parameters keep their weights."""
-        self.masters = []
+        self.masters, self.stepped = [], []
 
 
 class FlatWeights(MasterWeights):

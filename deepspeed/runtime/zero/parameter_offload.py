@@ -19,7 +19,6 @@ from deepspeed import comm as dist
 from deepspeed.runtime.gradients import autograd_internals as autograd
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, make_secondary
 from deepspeed.runtime.zero.sharded_parameter import (
-    NOT_AVAILABLE,
     ShardedParameter,
     ShardRanks,
     gather_now,
@@ -515,8 +514,3 @@ def is_leaf_unit(module: torch.nn.Module, granularity_threshold: int) -> bool:
 def runs_own_code(module: torch.nn.Module) -> bool:
     """Whether a module without parameters may use those of others in its forward."""
     return not type(module).__module__.startswith("torch.nn.")
-
-
-def hidden(shards: list[ShardedParameter]) -> list[ShardedParameter]:
-    """Those of ``shards`` that are not gathered."""
-    return [shard for shard in shards if shard.parameter.ds_status is NOT_AVAILABLE]

@@ -24,10 +24,11 @@ class PartitionedOptimizer(ZeROOptimizer):
         replace_parameters(
             self.optimizer,
             [
-                [weights.masters[group.index] for group in groups if group.param_group == index]
+                [weights.stepped[group.index] for group in groups if group.param_group == index]
                 for index in range(len(self.optimizer.param_groups))
             ],
         )
+        weights.free_copies()
 
     def create_gradient_handling_hooks(self) -> list[torch.utils.hooks.RemovableHandle]:
         """The post-accumulate-grad hooks through which every contribution is seen, one per trainable parameter.
@@ -38,12 +39,8 @@ class PartitionedOptimizer(ZeROOptimizer):
 
     @torch.no_grad()
     def _update(self, shards: list[torch.Tensor]) -> None:
-        masters = self.weights.masters
-        for master, shard in zip(masters, shards):
-            master.grad = shard if shard.dtype == master.dtype else shard.to(master.dtype)
-        self.optimizer.step()
-        for master in masters:
-            master.grad = None
+        with self.weights.stepping(shards):
+            self.optimizer.step()
         self.update_lp_params()
 
     def update_lp_params(self) -> None:
@@ -69,14 +66,18 @@ class PartitionedOptimizer(ZeROOptimizer):
     # ------------------------------------------------------------------ for the accessors of deepspeed.utils
 
     def own_master(self, link: ParameterLink) -> torch.Tensor:
-        return link.own_part(self.weights.masters[link.group.index].data)
+        return link.own_part(self.master_of(link))
+
+    def master_of(self, link: ParameterLink) -> torch.Tensor:
+        """Masters of the parameter's group."""
+        return self.weights.masters[link.group.index].data
 
     def own_state(self, link: ParameterLink, state: torch.Tensor) -> torch.Tensor:
         return link.own_part(state)
 
     def state_owner(self, link: ParameterLink) -> torch.Tensor:
         """The tensor whose optimizer state holds this parameter's."""
-        return self.weights.masters[link.group.index]
+        return self.weights.stepped[link.group.index]
 
     def add_fragment(self, link: ParameterLink) -> None:
         """Set what outside code reads of a parameter's part."""
@@ -87,3 +88,11 @@ def refuse_unbuilt(stages: str, **requested: Any) -> None:
     for feature, wanted in requested.items():
         if wanted:
             raise NotImplementedError(f"{feature} is not built for ZeRO {stages}")
+
+
+def master_dtypes(bf16_masters: bool, bf16_states: bool) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """dtype of the masters and of the step; None is the default of ``MasterWeights``. Without ``bf16_states`` the step
+    is computed in fp32, with state in fp32, though its result is kept in bf16."""
+    if not bf16_masters:
+        return None, None
+    return torch.bfloat16, torch.bfloat16 if bf16_states else torch.float32

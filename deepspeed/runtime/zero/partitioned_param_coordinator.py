@@ -19,7 +19,6 @@ from deepspeed.runtime.zero.sharded_parameter import (
     SavedWeight,
     SecondaryShard,
     ShardedParameter,
-    shard_of,
     start_gathers,
 )
 from deepspeed.runtime.zero.usage_order import UsageOrder
@@ -330,7 +329,3 @@ def make_secondary(shards: Iterable[ShardedParameter], ranks: Any) -> None:
         parameter.ds_zero_param_process_group = ranks.group
         parameter.ds_secondary_tensor_group_size = ranks.world_size
         parameter.ds_secondary_tensor_num_of_groups = shard.ranks.world_size // ranks.world_size
-
-
-def is_sharded(parameter: Any) -> bool:
-    return shard_of(parameter) is not None

@@ -56,8 +56,9 @@ class PartitionedParamStatus(Enum):
 
 AVAILABLE, NOT_AVAILABLE, INFLIGHT = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.INFLIGHT
 
-# Whole values by the address of their first element: tells whether a tensor is (a view of) a gathered parameter.
-GATHERED: dict[int, "ShardedParameter"] = {}
+# Whole values by address, of their memory and (where that is shared) of their first element: tells whether a tensor is
+# (a view of) a gathered parameter. Weak: a model that is dropped while weights are whole must not stay.
+GATHERED: "weakref.WeakValueDictionary[int, ShardedParameter]" = weakref.WeakValueDictionary()
 
 
 class ShardRanks:
@@ -81,7 +82,7 @@ class ShardRanks:
         self.one_by_one = False  # stage3_allgather_sequential
         self.count = 0
         self.digest = 0
-        self.recent: deque[tuple[int, list[ShardedParameter]]] = deque(maxlen=RECENT)
+        self.recent: deque[tuple[int, list[str]]] = deque(maxlen=RECENT)  # names alone: a group outlives its models
         self._orders: dict[torch.device, HostOrder] = {}
 
     def order(self, device: torch.device) -> HostOrder:
@@ -97,11 +98,11 @@ class ShardRanks:
         for shard in shards:
             digest = (digest * 1000003 + shard.parameter.ds_id + 1) & DIGEST_BITS
         self.digest = digest
-        self.recent.append((self.count, shards))
+        self.recent.append((self.count, [shard.name for shard in shards]))
 
     def describe_recent(self) -> list[tuple[int, list[str]]]:
         """Number and parameter names of the last gathers, oldest first."""
-        return [(count, [shard.name for shard in shards]) for count, shards in self.recent]
+        return list(self.recent)
 
     def check_order(self, channel: Any) -> None:
         """Compare the order of gathers with the other ranks'. Collective, on the host.
@@ -263,7 +264,7 @@ class ShardedParameter:
         parameter.data = full.narrow(0, 0, self.numel).view(self.shape)
         parameter.ds_status = AVAILABLE
         if self.numel:
-            GATHERED[full.data_ptr()] = self
+            GATHERED[self._address(full)] = self
 
     def hide(self) -> None:
         """Let go of the whole value."""
@@ -275,9 +276,15 @@ class ShardedParameter:
         self.parameter.ds_status = NOT_AVAILABLE
         self.ahead = False
 
+    def _address(self, full: torch.Tensor) -> int:
+        """On one rank whole values are the shard, which lies in memory with others; elsewhere they have their own."""
+        return full.data_ptr() if self.ranks.world_size == 1 else full.untyped_storage().data_ptr()
+
     def _drop_address(self) -> None:
-        if self.full is not None and GATHERED.get(self.full.data_ptr()) is self:
-            del GATHERED[self.full.data_ptr()]
+        if self.full is not None and self.numel:
+            address = self._address(self.full)
+            if GATHERED.get(address) is self:
+                del GATHERED[address]
 
     def stand_in(self) -> None:
         """Give a hidden parameter its shape, without memory, for autograd to compare a gradient with."""
@@ -434,6 +441,7 @@ class Gather:
 def _plain_tensors() -> AbstractContextManager:
     """Gathered weights must be usable in training, even if they were first asked for in inference mode."""
     stack = ExitStack()
+    stack.enter_context(autograd.outside_of_transforms())
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.no_grad())
     return stack
@@ -516,10 +524,36 @@ class SavedWeight:
         return full.as_strided(self.size, self.stride, full.storage_offset() + self.offset)
 
 
-def unpack_weight(packed: Any) -> torch.Tensor:
+class SavedTensor:
+    """Any other tensor that a graph keeps. torch leaves it to hooks to notice that it was modified since."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.version = autograd.version_of(tensor)
+
+    def checked(self) -> torch.Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: it was modified in place since the forward.
+        """
+        now = autograd.version_of(self.tensor)
+        if now != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a"
+                f" tensor of shape {tuple(self.tensor.shape)} and {self.tensor.dtype} that forward saved at version"
+                f" {self.version} is at version {now} in backward. If it is a weight, it was written (by a step or by"
+                " loading weights) between forward and backward: run the forward again"
+            )
+        return self.tensor
+
+
+def unpack_weight(packed: SavedWeight | SavedTensor) -> torch.Tensor:
     """For ``saved_tensors_hooks``: the view that ``pack_weight`` was given, on whole values that are there now."""
-    if type(packed) is not SavedWeight:
-        return packed
+    if type(packed) is SavedTensor:
+        return packed.checked()
     coordinator = packed.shard.coordinator
     if coordinator is not None:
         return coordinator.use_saved(packed)
@@ -530,11 +564,16 @@ def unpack_weight(packed: Any) -> torch.Tensor:
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
-def pack_weight(tensor: torch.Tensor) -> Any:
+def pack_weight(tensor: torch.Tensor) -> SavedWeight | SavedTensor:
     """For ``saved_tensors_hooks``: keep the place of a gathered weight, not its memory."""
-    if type(tensor) not in _PLAIN_TYPES:
-        return tensor
-    shard = GATHERED.get(tensor.data_ptr())
+    shard = _gathered_at(tensor) if type(tensor) in _PLAIN_TYPES and autograd.has_memory(tensor) else None
+    return SavedTensor(tensor) if shard is None else SavedWeight(shard, tensor)
+
+
+def _gathered_at(tensor: torch.Tensor) -> ShardedParameter | None:
+    """The parameter that ``tensor`` is (a view of), where a graph need not keep its memory."""
+    shard = GATHERED.get(tensor.data_ptr()) or GATHERED.get(tensor.untyped_storage().data_ptr())
     if shard is None or shard.persistent or tensor.dtype is not shard.dtype or tensor.numel() == 0:
-        return tensor
-    return SavedWeight(shard, tensor)
+        return None
+    inside = 0 <= tensor.storage_offset() - shard.full.storage_offset() < shard.numel
+    return shard if inside else None

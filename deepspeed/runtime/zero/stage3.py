@@ -21,7 +21,7 @@ from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettin
 from deepspeed.runtime.zero.flat_weights import ShardWeights
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer, refuse_unbuilt
+from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer, master_dtypes, refuse_unbuilt
 from deepspeed.runtime.zero.sharded_parameter import shard_of
 from deepspeed.runtime.zero.stage3_surface import Stage3Surface
 from deepspeed.utils.tensor_fragment import ParameterLink
@@ -101,8 +101,6 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
             offload_param=offload_param_config is not None,
             zenflow=zenflow_config is not None,
             fp16_master_weights_and_grads=fp16_master_weights_and_gradients,
-            bf16_master_weights_and_grads=bf16_master_weights_and_gradients,
-            bf16_optimizer_states=bf16_optimizer_states,
             elastic_checkpoint=elastic_checkpoint,
             zero_quantized_weights=zero_quantized_weights,
             zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights,
@@ -134,7 +132,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
                 overlap=overlap_comm,
                 persistent_buffers=contiguous_gradients,
                 comm_dtype=communication_data_type,
-                accum_dtype=gradient_accumulation_dtype,
+                accum_dtype=torch.bfloat16 if bf16_master_weights_and_gradients else gradient_accumulation_dtype,
                 predivide=gradient_predivide_factor,
                 prescale=not postscale_gradients,
             ),

@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.memory_estimators import (  # noqa: F401 - looked fo
     estimate_zero2_model_states_mem_needs_all_live,
 )
 from deepspeed.runtime.zero.memory_estimators import model_to_params_zero2 as model_to_params  # noqa: F401
-from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer, refuse_unbuilt
+from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer, master_dtypes, refuse_unbuilt
 from deepspeed.runtime.zero.stage_1_and_2_surface import PartitionedOptimizerSurface
 
 PADDING_PER_RANK = 2  # a slice is a multiple of so many elements
@@ -96,8 +96,6 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
             zenflow=zenflow_config is not None,
             moe_layers=has_moe_layers,
             fp16_master_weights_and_grads=fp16_master_weights_and_gradients,
-            bf16_master_weights_and_grads=bf16_master_weights_and_gradients,
-            bf16_optimizer_states=bf16_optimizer_states,
             elastic_checkpoint=elastic_checkpoint,
         )
         group = dp_process_group if dp_process_group is not None else dist.get_world_group()
@@ -126,7 +124,7 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
                 overlap=overlap_comm,
                 persistent_buffers=contiguous_gradients,
                 comm_dtype=communication_data_type,
-                accum_dtype=gradient_accumulation_dtype,
+                accum_dtype=torch.bfloat16 if bf16_master_weights_and_gradients else gradient_accumulation_dtype,
                 mean=gradient_average,
                 predivide=gradient_predivide_factor,
                 prescale=not postscale_gradients,
@@ -147,7 +145,7 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
         self.gradient_accumulation_dtype = gradient_accumulation_dtype
         self.allgather_partitions = allgather_partitions
         self.allgather_bucket_size = allgather_bucket_size
-        self._take_over(FlatWeights(layout))
+        self._take_over(FlatWeights(layout, *master_dtypes(bf16_master_weights_and_gradients, bf16_optimizer_states)))
 
     @torch.no_grad()
     def update_lp_params(self) -> None:
