@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
+from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
 
 UNBUILT_OPTIMIZERS = ("lamb", "lion", "muon", "muadam", "muadamw", "musgd")
 ADAM_SWITCHES = ("fp32_optimizer_states", "bias_correction")  # of the config, both true by default
@@ -179,8 +180,9 @@ def _partitioned_settings(
 
 
 def parameter_offload(module: torch.nn.Module, config: DeepSpeedConfig, group: Any) -> DeepSpeedZeRoOffload:
-    """The hooks that gather a partitioned model's weights."""
+    """The hooks that gather a partitioned model's weights, set after its leaf modules are marked."""
     zero = config.zero_config
+    apply_zero_leaf_module_config(module, zero.leaf_module)
     return DeepSpeedZeRoOffload(
         module,
         prefetch_bucket_size=zero.prefetch_bucket_size,

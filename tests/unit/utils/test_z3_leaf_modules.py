@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import deepspeed.utils
+from deepspeed import comm as dist
 from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES, DeepSpeedZeroLeafModuleConfig
 from deepspeed.utils.logging import logger
+from unit.common import DistributedTest
 
 # deepspeed.utils.z3_leaf_module is the function of this name
 leaves = importlib.import_module("deepspeed.utils.z3_leaf_module")
@@ -170,3 +172,49 @@ def test_public_names():
     names += ["unset_z3_leaf_modules", "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix"]
     for name in names:
         assert callable(getattr(deepspeed.utils, name)) and name in deepspeed.utils.__all__
+
+
+class Routed(nn.Module):
+    """Two linear layers, of which a call uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.each = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+
+    def forward(self, x, choice):
+        return self.each[choice](x)
+
+
+class TestEngine(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("section", ["classes", "names", "name_suffixes"])
+    def test_ranks_may_use_different_parts_of_a_leaf_of_the_config(self, section):
+        torch.manual_seed(0)
+        model = nn.Module()
+        model.routed = Routed()
+        model.forward = lambda x, choice: model.routed(x, choice)
+        reference = Routed().double()
+        reference.load_state_dict(model.routed.state_dict())
+        leaf = {"classes": f"{__name__}.Routed", "names": "routed", "name_suffixes": "outed"}[section]
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {
+                "stage": 3,
+                "stage3_param_persistence_threshold": 0,
+                "leaf_module": {section: leaf},
+            },
+            "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        }
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        assert leaves.get_z3_leaf_modules(engine.module) == [model.routed]
+        inputs = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1))
+        rank = dist.get_rank()
+        engine.backward(engine(inputs[rank], rank).square().sum())
+        for each in range(2):
+            (reference(inputs[each].double(), each).square().sum() / 2).backward()
+        for parameter, expected in zip(model.parameters(), reference.parameters()):
+            made = deepspeed.utils.safe_get_full_grad(parameter)
+            assert expected.grad.abs().max() > 0
+            torch.testing.assert_close(made.double(), expected.grad, rtol=1e-5, atol=1e-5)
+        engine.step()
