@@ -16,7 +16,15 @@ import torch
 
 import deepspeed.comm as comm
 
-_NAMES = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single")
+_NAMES = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "broadcast",
+    "all_gather_into_tensor",
+)
 
 
 class BufferInFlightError(AssertionError):
@@ -59,7 +67,7 @@ class DelayedWork:
 
 @contextmanager
 def delayed_transport() -> Iterator[list[DelayedWork]]:
-    """Inside, asynchronous reductions of ``deepspeed.comm`` are delayed. Yields the handles given out so far."""
+    """Inside, asynchronous reductions and gathers of ``deepspeed.comm`` are delayed. Yields the handles given out."""
     works: list[DelayedWork] = []
     real = {name: getattr(comm, name) for name in _NAMES}
 
@@ -75,7 +83,7 @@ def delayed_transport() -> Iterator[list[DelayedWork]]:
                 return real[name](tensor, *args, **kwargs)
             copy = tensor.clone()
             work = real[name](copy, *args, async_op=True, **kwargs)
-            receives = name == "all_reduce" or comm.get_rank() == (args[0] if args else kwargs["dst"])
+            receives = name in ("all_reduce", "broadcast") or comm.get_rank() == (args[0] if args else kwargs["dst"])
             return launch(work, [tensor], *([(tensor, copy)] if receives else []))
 
         return call
@@ -105,7 +113,17 @@ def delayed_transport() -> Iterator[list[DelayedWork]]:
         work = real["all_to_all_single"](result, copy, *args, async_op=True, **kwargs)
         return launch(work, [output, tensor], (output, result))
 
-    comm.all_to_all_single = all_to_all_single
+    def all_gather_into_tensor(
+        output: torch.Tensor, tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any
+    ) -> Any:
+        if not async_op:
+            return real["all_gather_into_tensor"](output, tensor, *args, **kwargs)
+        copy, result = tensor.clone(), torch.empty_like(output)
+        work = real["all_gather_into_tensor"](result, copy, *args, async_op=True, **kwargs)
+        return launch(work, [output], (output, result))
+
+    comm.all_to_all_single, comm.all_gather_into_tensor = all_to_all_single, all_gather_into_tensor
+    comm.broadcast = in_place("broadcast")
     comm.all_reduce, comm.reduce = in_place("all_reduce"), in_place("reduce")
     comm.reduce_scatter, comm.reduce_scatter_tensor = reduce_scatter, reduce_scatter_tensor
     try:

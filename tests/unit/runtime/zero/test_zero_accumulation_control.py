@@ -28,9 +28,10 @@ from unit.graphs import (
     run_micro_step,
     send_backward,
     two_backwards,
+    weights_of,
 )
 
-stages = pytest.mark.parametrize("stage", [0, 1, 2], ids=lambda stage: f"stage{stage}")
+stages = pytest.mark.parametrize("stage", [0, 1, 2, 3], ids=lambda stage: f"stage{stage}")
 forms = pytest.mark.parametrize("form", ["engine.backward", "tensor.backward"])
 
 
@@ -84,9 +85,10 @@ class TestNoSync(DistributedTest):
             torch.testing.assert_close(local[name].cpu().double(), gradient, rtol=1e-5, atol=1e-7)
 
     def test_refusals(self) -> None:
-        engine = make_engine(make_model(), 2)
-        with pytest.raises(AssertionError, match="stage 2"), engine.no_sync():
-            pass
+        for stage in (2, 3):
+            engine = make_engine(make_model(), stage)
+            with pytest.raises(AssertionError, match=f"stage {stage}"), engine.no_sync():
+                pass
         engine = make_engine(make_model(), 1)
         with engine.no_sync():
             with pytest.raises(AssertionError, match="no_sync"), engine.no_sync():
@@ -100,7 +102,7 @@ class TestCoalesce(DistributedTest):
     reuse_dist_env = True
 
     @forms
-    @pytest.mark.parametrize("stage", [1, 2], ids=lambda stage: f"stage{stage}")
+    @pytest.mark.parametrize("stage", [1, 2, 3], ids=lambda stage: f"stage{stage}")
     def test_one_round_at_the_exit(self, stage: int, form: str) -> None:
         engine = make_engine(make_model(), stage)
         for window in range(2):
@@ -115,7 +117,7 @@ class TestCoalesce(DistributedTest):
             assert issued(engine) == before + buckets(engine)
             engine.step()
 
-    @pytest.mark.parametrize("stage", [1, 2], ids=lambda stage: f"stage{stage}")
+    @pytest.mark.parametrize("stage", [1, 2, 3], ids=lambda stage: f"stage{stage}")
     def test_before_a_boundary_and_plain_backwards_in_one_window(self, stage: int) -> None:
         engine = make_engine(make_model(), stage, accumulation=2)
         expected = expected_of(engine, encoder_twice, 0, range(3), 2)
@@ -154,7 +156,7 @@ class TestCallersWindows(DistributedTest):
         samples = 0
         for window, count in enumerate((3, 5, 1)):
             expected = expected_of(engine, encoder_twice, window, range(count), accumulation)
-            weights = [parameter.detach().clone() for parameter in engine.module.parameters()]
+            weights = weights_of(engine.module)
             for micro_step in range(count):
                 run_micro_step(engine, encoder_twice, form, my_batch(engine, window, micro_step))
             assert_gradients(engine, expected, torch.float32, f"window {window}")
@@ -162,8 +164,8 @@ class TestCallersWindows(DistributedTest):
             assert engine.was_step_applied() and engine.global_steps == window + 1
             samples += 8 * dist.get_world_size() * count
             assert engine.global_samples == samples
-            for (name, after), before in zip(engine.module.named_parameters(), weights):
-                moved = (before - after.detach()).cpu().double() / 0.125
+            for name, after in weights_of(engine.module).items():
+                moved = (weights[name] - after).cpu().double() / 0.125
                 torch.testing.assert_close(
                     moved, expected[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
                 )
@@ -200,10 +202,10 @@ class TestCallersWindows(DistributedTest):
         for micro_step in range(3):
             run_micro_step(engine, encoder_twice, form, my_batch(engine, 0, micro_step))
         engine.set_gradient_accumulation_boundary(True)
-        weights = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+        weights = weights_of(engine.module)
         engine.step()
-        for name, after in engine.module.named_parameters():
-            moved = (weights[name] - after.detach()).cpu().double() / 0.125
+        for name, after in weights_of(engine.module).items():
+            moved = (weights[name] - after).cpu().double() / 0.125
             torch.testing.assert_close(moved, expected[name], rtol=1e-4, atol=1e-5)
 
     @stages
@@ -283,6 +285,11 @@ def broken_at_once(call: Callable, module: nn.Module, batch: Batch) -> Iterable[
     yield RaiseInBackward.apply(mse(call(batch.x), batch.target))
 
 
+def whole_weights(stage: int) -> dict[str, Any]:
+    """At stage 3, a rank that fails alone can be survived only where no weight has to be gathered meanwhile."""
+    return {"stage3_param_persistence_threshold": 10**5} if stage == 3 else {}
+
+
 def fails(engine: Any, losses: Callable, form: str, batch: Batch) -> None:
     with pytest.raises(Broken):
         for loss in losses(engine, engine.module, batch):
@@ -313,7 +320,7 @@ class TestAbortedBackward(DistributedTest):
                 engine.step()
             fails(engine, broken, form, my_batch(engine, 70))
             run_micro_step(engine, encoder_twice, form, my_batch(engine, 0, accumulation - 1))
-            weights = [parameter.detach().clone() for parameter in engine.module.parameters()]
+            weights = weights_of(engine.module)
             try:
                 assert_gradients(engine, expected, torch.float32, f"accumulation {accumulation}")
                 engine.step()
@@ -323,7 +330,7 @@ class TestAbortedBackward(DistributedTest):
                 assert "aborted" in str(error)
                 with pytest.raises(GradientAccountingError, match="aborted"):
                     engine.step()
-                assert all(torch.equal(a, b) for a, b in zip(engine.module.parameters(), weights))
+                assert all(torch.equal(now, weights[name]) for name, now in weights_of(engine.module).items())
             self.trains_on(engine, form, accumulation)
 
     def trains_on(self, engine: Any, form: str, accumulation: int) -> None:
@@ -343,7 +350,7 @@ class TestAbortedBackward(DistributedTest):
     @forms
     def test_on_one_rank_which_tries_again(self, stage: int, form: str) -> None:
         """Rank 1 raises before anything is reduced, and repeats the micro-step."""
-        engine = make_engine(make_model(), stage)
+        engine = make_engine(make_model(), stage, zero=whole_weights(stage))
         for window in range(3):
             expected = expected_of(engine, encoder_twice, window, [0], 1)
             if dist.get_rank() == 1:
@@ -356,15 +363,15 @@ class TestAbortedBackward(DistributedTest):
     @stages
     def test_on_one_rank_in_the_middle(self, stage: int) -> None:
         """Rank 1 raises when some buckets are out: no rank may step, and all of them go on after ``zero_grad``."""
-        engine = make_engine(make_model(), stage)
-        run_micro_step(engine, encoder_twice, "engine.backward", my_batch(engine, 50))
+        engine = make_engine(make_model(), stage, zero=whole_weights(stage))
+        run_micro_step(engine, two_backwards, "engine.backward", my_batch(engine, 50))
         engine.step()
-        weights = [parameter.detach().clone() for parameter in engine.module.parameters()]
+        weights = weights_of(engine.module)
         if dist.get_rank() == 1:
             fails(engine, broken_after_head, "engine.backward", my_batch(engine, 0))
         else:
             run_micro_step(engine, encoder_twice, "engine.backward", my_batch(engine, 0))
         with pytest.raises(GradientAccountingError, match="rank 1.*aborted"):
             engine.step()
-        assert all(torch.equal(a, b) for a, b in zip(engine.module.parameters(), weights))
+        assert all(torch.equal(now, weights[name]) for name, now in weights_of(engine.module).items())
         self.trains_on(engine, "engine.backward", 1)

@@ -31,36 +31,39 @@ def make_engine(stage: int, steps: int = 1) -> Any:
 class TestIdleRank(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("stage", [0, 1, 2])
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
     @pytest.mark.parametrize("idle", [0, 1])
     def test_gradient_is_unscaled_on_every_rank(self, stage: int, idle: int) -> None:
         engine = make_engine(stage)
         for _ in range(3):  # the scale grows with each step
             x = torch.ones(2, 6, dtype=torch.float16)
+            loss = engine(x).float().sum()  # on every rank, as stage 3 needs
             if engine.global_rank != idle:
-                engine.scale(engine(x).float().sum()).backward()
+                engine.scale(loss).backward()
             gradient = safe_get_full_grad(engine.module.weight)
             # d/dw of the sum over two rows of ones is 2, and the idle rank contributes zero to the mean
             assert torch.equal(gradient, torch.ones(5, 6)), gradient
             engine.step()
 
-    @pytest.mark.parametrize("stage", [0, 1, 2])
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
     def test_other_scale_than_the_present_one(self, stage: int) -> None:
         """The idle rank takes the scale that the backward had, not the one in force when it joins."""
         engine = make_engine(stage, steps=2)
         x = torch.ones(2, 6, dtype=torch.float16)
+        loss = engine(x).float().sum()
         if engine.global_rank == 0:
-            engine.scale(engine(x).float().sum()).backward()
+            engine.scale(loss).backward()
         engine.step()
         engine.optimizer.override_loss_scale(128.0)
         assert torch.equal(safe_get_full_grad(engine.module.weight), torch.full((5, 6), 0.5))
 
-    @pytest.mark.parametrize("stage", [0, 1, 2])
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
     def test_different_scales_in_one_window_are_refused(self, stage: int) -> None:
         engine = make_engine(stage, steps=2)
         x = torch.ones(2, 6, dtype=torch.float16)
+        loss = engine(x).float().sum()
         if engine.global_rank == 0:
-            engine.scale(engine(x).float().sum()).backward()
+            engine.scale(loss).backward()
         engine.step()
         engine.optimizer.override_loss_scale(128.0)
         engine.scale(engine(x).float().sum()).backward()

@@ -20,12 +20,13 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from unit.common import DistributedTest
+from unit.graphs import stage_options, weights_of
 
 LEARNING_RATE = 0.125
 LOSS_SCALE = 256.0
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
-stages = pytest.mark.parametrize("stage", [0, 1, 2], ids=lambda stage: f"stage{stage}")
+stages = pytest.mark.parametrize("stage", [0, 1, 2, 3], ids=lambda stage: f"stage{stage}")
 forms = pytest.mark.parametrize("form", ["engine.backward", "tensor.backward"])
 
 
@@ -230,6 +231,8 @@ GRAPHS: dict[str, tuple[type[nn.Module], Callable[[Callable, nn.Module, Batch], 
     "mixed checkpoints": (Net, mixed_checkpoints),
     "only reentrant, around the engine": (Net, only_reentrant_around_the_engine),
 }
+# These use weights outside of any module's forward, so at stage 3 they have to be held whole meanwhile.
+WITH_WEIGHTS_IN_HAND = ("scaled own parameters", "weight penalty")
 FEW_GRAPHS = (
     "plain",
     "encoder twice",
@@ -277,7 +280,7 @@ def make_engine(
     config = {
         "train_micro_batch_size_per_gpu": 8,
         "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": stage, **settings},
+        "zero_optimization": {"stage": stage, **stage_options(stage, dtype), **settings},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
         "bf16": {"enabled": dtype is torch.bfloat16},
@@ -300,7 +303,9 @@ def backward(engine: Any, loss: Tensor, form: str) -> None:
 
 
 def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel())
+    """Those with elements; a partitioned parameter has them though it shows none."""
+    named = model.named_parameters()
+    return ((name, p) for name, p in named if p.requires_grad and getattr(p, "ds_numel", p.numel()))
 
 
 def reference_gradients(reference: nn.Module, graph: str, dtype: torch.dtype, window: int, micro_steps: int) -> None:
@@ -322,7 +327,9 @@ def train_window(engine: Any, graph: str, dtype: torch.dtype, form: str, window:
         if micro_step:
             engine.step()
         batch = to_device(make_batch(dtype, dist.get_rank(), window, micro_step), engine.device)
-        backward(engine, GRAPHS[graph][1](engine, engine.module, batch), form)
+        held = engine.module.parameters() if graph in WITH_WEIGHTS_IN_HAND else []
+        with deepspeed.zero.GatheredParameters(held):
+            backward(engine, GRAPHS[graph][1](engine, engine.module, batch), form)
 
 
 def step_and_get_gradients(engine: Any, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -366,8 +373,8 @@ def check_gradients(
     found = []
     for window in range(2):
         with torch.no_grad():
-            for wide, parameter in zip(reference.parameters(), engine.module.parameters()):
-                wide.copy_(parameter)
+            for wide, weight in zip(reference.parameters(), weights_of(engine.module).values()):
+                wide.copy_(weight)
         reference_gradients(reference, graph, dtype, window, micro_steps)
         train_window(engine, graph, dtype, form, window, micro_steps)
         gradients = step_and_get_gradients(engine, dtype)
@@ -409,10 +416,10 @@ def check_weights(graph: str, stage: int, optimizer: type, form: str, micro_step
         torch_optimizer.step()
         train_window(engine, graph, torch.float32, form, window, micro_steps)
         engine.step()
-    weights = dict(engine.module.named_parameters())
+    weights = weights_of(engine.module)
     found, moved = [], 0
     for name, wide in trained_parameters(reference):
-        error = ((weights[name].detach().cpu().double() - wide).norm() / wide.norm()).item()
+        error = ((weights[name].cpu().double() - wide).norm() / wide.norm()).item()
         moved += bool(torch.any(wide != initial[name]))
         if not error <= 1e-5:
             found.append(f"{graph}, accumulation {micro_steps}: weight {name}: relative error {error:.3g}")
@@ -430,7 +437,7 @@ class TestReusedSubmodule(DistributedTest):
     def test_gradients(self, stage: int, form: str, dtype: torch.dtype) -> None:
         check_all(check_gradients, stage, dtype, form, accumulation=(1, 2) if dtype is torch.float32 else (2,))
 
-    @pytest.mark.parametrize("stage", [1, 2], ids=lambda stage: f"stage{stage}")
+    @pytest.mark.parametrize("stage", [1, 2, 3], ids=lambda stage: f"stage{stage}")
     @forms
     def test_gradients_in_fp16(self, stage: int, form: str) -> None:
         check_all(check_gradients, stage, torch.float16, form)
@@ -447,7 +454,7 @@ class TestReusedSubmodule(DistributedTest):
         form = "engine.backward" if elements == 7 else "tensor.backward"
         check_all(check_gradients, stage, torch.float32, form, reduce_bucket_size=elements)
 
-    @pytest.mark.parametrize("stage", [1, 2], ids=lambda stage: f"stage{stage}")
+    @pytest.mark.parametrize("stage", [1, 2, 3], ids=lambda stage: f"stage{stage}")
     def test_long_accumulation(self, stage: int) -> None:
         check_all(check_gradients, stage, torch.bfloat16, "engine.backward", graphs=FEW_GRAPHS, accumulation=(3, 8))
 

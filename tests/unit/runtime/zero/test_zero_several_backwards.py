@@ -29,7 +29,7 @@ from unit.graphs import (
     two_backwards,
 )
 
-stages = pytest.mark.parametrize("stage", [0, 1, 2], ids=lambda stage: f"stage{stage}")
+stages = pytest.mark.parametrize("stage", [0, 1, 2, 3], ids=lambda stage: f"stage{stage}")
 forms = pytest.mark.parametrize("form", ["engine.backward", "tensor.backward"])
 
 
@@ -91,7 +91,7 @@ class TestCommunication(DistributedTest):
     @stages
     @forms
     def test_rounds_per_window(self, stage: int, form: str) -> None:
-        """Stage 2 reduces in each backward, stages 0 and 1 in those of the last micro-step."""
+        """Stages 2 and 3 reduce in each backward, stages 0 and 1 in those of the last micro-step."""
         engine = make_engine(make_model(), stage, accumulation=3)
         reducer = engine._stepper.reducer
         issued = []
@@ -99,7 +99,7 @@ class TestCommunication(DistributedTest):
             run_micro_step(engine, two_backwards, form, my_batch(engine, 0, micro_step))
             issued.append(reducer.collectives_issued // len(reducer.buckets))
             engine.step()
-        assert issued == ([2, 4, 6] if stage == 2 else [0, 0, 2])
+        assert issued == ([2, 4, 6] if stage >= 2 else [0, 0, 2])
         assert reducer.collectives_issued == issued[-1] * len(reducer.buckets)
 
     @stages
@@ -160,6 +160,13 @@ CONFIGS = {
     "one bucket": {"zero": {"reduce_bucket_size": 10**8}},
     "one element": {"zero": {"reduce_bucket_size": 1}},
 }
+OF_STAGE_3 = [
+    {"stage3_param_persistence_threshold": 12},
+    {"stage3_param_persistence_threshold": 10**5},
+    {"sub_group_size": 20, "stage3_max_live_parameters": 30},
+    {"stage3_use_all_reduce_for_fetch_params": True},
+    {"stage3_allgather_sequential": True, "stage3_max_reuse_distance": 0},
+]
 
 
 class TestConfigurations(DistributedTest):
@@ -172,9 +179,18 @@ class TestConfigurations(DistributedTest):
         for form, losses in (("engine.backward", two_backwards), ("tensor.backward", uses(2, reentrant=True))):
             train(make_engine(make_model(), stage, accumulation=2, **CONFIGS[name]), losses, form, 2)
 
+    @pytest.mark.parametrize("zero", OF_STAGE_3, ids=lambda zero: next(iter(zero)))
+    def test_gradients_under_options_of_stage_3(self, zero: dict[str, Any]) -> None:
+        for form, losses in (("engine.backward", two_backwards), ("tensor.backward", uses(2, reentrant=True))):
+            train(make_engine(make_model(), 3, accumulation=2, zero=zero), losses, form, 2)
+
     @pytest.mark.world_size(2)
     @stages
     def test_sum_over_ranks(self, stage: int) -> None:
+        if stage == 3:
+            with pytest.raises(ValueError, match="gradient_allreduce_op.*stage 3"):
+                make_engine(make_model(), stage, gradient_allreduce_op="sum")
+            return
         engine = make_engine(make_model(), stage, accumulation=2, gradient_allreduce_op="sum")
         train(engine, two_backwards, "engine.backward", 2, factor=dist.get_world_size())
 
