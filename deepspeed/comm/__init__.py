@@ -14,3 +14,5 @@ from .utils import get_tensor_kwarg as get_tensor_kwarg
 from .utils import get_tensor_position as get_tensor_position
 from .utils import get_world_rank_from_launcher as get_world_rank_from_launcher
 from .utils import get_world_size_from_launcher as get_world_size_from_launcher
+from .watchdog import CollectiveError as CollectiveError
+from .watchdog import CollectiveTimeoutError as CollectiveTimeoutError

@@ -52,7 +52,8 @@ class _Link:
         buffer = self._buffer(len(values))
         buffer.copy_(torch.tensor(values, dtype=torch.int64))
         if self.gloo is not None:
-            self._lane.note("agree on", what)
+            # Compared by length: one agreement may be about different things on different ranks.
+            self._lane.note("agree on", what, key=len(values) + 1)
             watchdog.wait(self.gloo.allreduce([buffer], self._max), what, self._lane)
         else:
             torch_dist.all_reduce(buffer, torch_dist.ReduceOp.MAX, self._group())
@@ -66,7 +67,7 @@ class _Link:
         own[: payload.numel()] = payload  # pickle ends with its own stop mark, so the padding needs no length
         everyone = [torch.empty_like(own) for _ in range(self.size)]
         if self.gloo is not None:
-            self._lane.note("gather", what)
+            self._lane.note("gather", what, key=1)
             watchdog.wait(self.gloo.allgather([everyone], [own]), what, self._lane)
         else:
             torch_dist.all_gather(everyone, own, self._group())
@@ -189,8 +190,11 @@ class ControlChannel:
         return self._link
 
     def _failure(self, what: str, error: RuntimeError) -> RuntimeError:
-        return RuntimeError(
-            f"rank {self.rank} of {self.world_size}: the ranks could not agree on {what} ({error}). Either a rank has "
+        kind = type(error) if isinstance(error, watchdog.CollectiveError) else RuntimeError
+        first, newline, report = str(error).partition("\n")
+        return kind(
+            f"rank {self.rank} of {self.world_size}: the ranks could not agree on {what} ({first}). Either a rank has "
             "failed (look at the other ranks' logs for the first error) or the ranks did not make the same calls in "
-            "the same order. If a rank is only slow, raise DEEPSPEED_TIMEOUT or init_distributed(timeout=)"
+            "the same order. If a rank is only slow, raise DEEPSPEED_TIMEOUT or init_distributed(timeout=)."
+            f"{newline}{report}"
         )

@@ -188,15 +188,17 @@ class TestTwoRanks(DistributedTest):
         assert "rank 1: does not answer: its process is stopped, or blocked outside of Python" in text
 
     def test_one_agreement_too_few(self):
+        """The text of an agreement may differ between ranks; that alone is nothing wrong."""
         start()
         channel = ControlChannel()
-        channel.all_reduce_max([1], what="the overflow flag")
+        channel.all_reduce_max([1], what=f"what rank {dist.get_rank()} wants")
+        channel.gather("x", what=f"what rank {dist.get_rank()} has")
         if dist.get_rank() == 1:
             time.sleep(TIMEOUT + 2)
             return
-        text = caught_in(lambda: channel.all_reduce_max([1], what="the number of rounds"), RuntimeError)
+        text = caught_in(lambda: channel.all_reduce_max([1], what="the number of rounds"))
         assert "the ranks could not agree on the number of rounds" in text
-        assert "rank 1 has not come to operation 2, 'agree on the number of rounds'" in text
+        assert "rank 1 has not come to operation 4, 'agree on the number of rounds'" in text
 
     def test_asynchronous_collective(self):
         start()
