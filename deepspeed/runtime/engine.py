@@ -24,6 +24,7 @@ from deepspeed.runtime.engine_surface import EngineSurface, throughput_timer
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.model_placement import cast_floating_inputs, partition_model, place_whole_model
 from deepspeed.runtime.python_gc import python_gc_manager
+from deepspeed.runtime.torch_autocast import autocast_dtype_of, autocast_if_enabled, init_autocast_params
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, set_log_level_from_string
 
@@ -109,6 +110,9 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
         place = partition_model if self._config.zero_optimization_stage == 3 else place_whole_model
         place(model, self._config, None if dont_change_device else self.device, self.data_parallel_group)
         self.module = model
+        if self._config.torch_autocast_enabled:
+            safe_modules = self._config.torch_autocast_lower_precision_safe_modules
+            init_autocast_params(self, autocast_dtype_of(self._config), safe_modules)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self.basic_optimizer = optimizer_factory.basic_optimizer(optimizer, model_parameters, model, self._config)
         self.optimizer = self._configure_optimizer()
@@ -153,7 +157,7 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
             args, kwargs = cast_floating_inputs((args, kwargs), torch.float16)
         if self.training and not self.tput_timer.started:  # else the data loader has started it
             self.tput_timer.start()
-        with self.phases.phase(phases.FORWARD, self):
+        with self.phases.phase(phases.FORWARD, self), autocast_if_enabled(self):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bringing a model into the dtype the config wants, and to the same weights on every rank."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern, parameters_to_keep_in_fp32
 from deepspeed.runtime.parameter_handover import refuse_shared_memory
 from deepspeed.runtime.utils import map_tensors
 from deepspeed.runtime.zero.partition_parameters import convert_to_zero_parameters, prepare_whole
@@ -41,15 +43,15 @@ def partition_model(model: torch.nn.Module, config: DeepSpeedConfig, device: tor
 
     Parameters that ``zero.Init`` has partitioned keep their values; they are cast and brought to the device.
     """
-    dtype = model_dtype(config)
+    dtype_of = _dtypes(model, config)
     whole = [(name, parameter) for name, parameter in model.named_parameters() if shard_of(parameter) is None]
     refuse_shared_memory(whole)
     for _, parameter in whole:
-        prepare_whole(parameter, dtype, device or parameter.device, group)
+        prepare_whole(parameter, dtype_of(parameter), device or parameter.device, group)
         convert_to_zero_parameters([parameter], group, sanity_checks=config.zero_config.enable_sanity_checks)
     for parameter in model.parameters():
         shard = shard_of(parameter)
-        kind = dtype if dtype is not None and shard.dtype.is_floating_point else shard.dtype
+        kind = (dtype_of(parameter) if shard.dtype.is_floating_point else None) or shard.dtype
         place = device or shard.shard.device
         if (kind, place) != (shard.dtype, shard.shard.device):
             shard.hide()
@@ -64,18 +66,26 @@ def partition_model(model: torch.nn.Module, config: DeepSpeedConfig, device: tor
 
 @torch.no_grad()
 def cast_model(model: torch.nn.Module, config: DeepSpeedConfig) -> None:
-    """Cast floating-point parameters to fp16 or bf16 as configured; buffers only when ``buffer_dtype`` says so. In
-    place."""
-    dtype = model_dtype(config)
-    if dtype is not None:
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.grad = None
-                parameter.data = parameter.data.to(dtype)
+    """Cast floating-point parameters to fp16 or bf16 as configured, but for those that are kept in fp32; buffers only
+    when ``buffer_dtype`` says so. In place."""
+    dtype_of = _dtypes(model, config)
+    for parameter in model.parameters():
+        dtype = dtype_of(parameter)
+        if parameter.is_floating_point() and dtype is not None:
+            parameter.grad = None
+            parameter.data = parameter.data.to(dtype)
     _cast_buffers(model, config)
 
 
+def _dtypes(model: torch.nn.Module, config: DeepSpeedConfig) -> Callable[[torch.nn.Parameter], torch.dtype | None]:
+    """The dtype that a floating-point parameter is to have; None leaves it its own."""
+    dtype = model_dtype(config)
+    kept = parameters_to_keep_in_fp32(model, keep_in_fp32_pattern(model, config.keep_in_fp32_modules, dtype))
+    return lambda parameter: torch.float32 if parameter in kept else dtype
+
+
 def _cast_buffers(model: torch.nn.Module, config: DeepSpeedConfig) -> None:
+    """Buffers that are kept in fp32 stay what they are."""
     if config.buffer_dtype is not None:
         for buffer in model.buffers():
             if buffer.is_floating_point():

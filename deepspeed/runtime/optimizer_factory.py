@@ -12,10 +12,11 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import constructor_arguments, without_auto
 from deepspeed.runtime.constants import MAX_GRAD_NORM
-from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer, ReplicatedOptimizer
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.gradients.reducer import ReductionSettings
+from deepspeed.runtime.torch_autocast import autocast_dtype_of
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -157,9 +158,7 @@ def _partitioned_settings(
     """Arguments that the optimizers of stages 1, 2 and 3 share."""
     zero, fp16 = config.zero_config, config.float16_config
     return {
-        "static_loss_scale": fp16.loss_scale,
-        "dynamic_loss_scale": fp16.enabled and fp16.loss_scale == 0,
-        "dynamic_loss_args": fp16.dynamic_loss_scale_args(),
+        "loss_scaler": _loss_scaler(config),
         "contiguous_gradients": zero.contiguous_gradients,
         "reduce_bucket_size": zero.reduce_bucket_size,
         "dp_process_group": group,
@@ -177,6 +176,14 @@ def _partitioned_settings(
         "bf16_optimizer_states": config.bfloat16_config.bf16_optimizer_states,
         "schedule": schedule,
     }
+
+
+def _loss_scaler(config: DeepSpeedConfig) -> LossScalerBase:
+    """The factor on the loss: as ``fp16`` says for fp16 models; for fp16 autocast dynamic, with the same settings."""
+    fp16 = config.float16_config
+    half = fp16.enabled or autocast_dtype_of(config) is torch.float16
+    dtype = torch.float16 if half else torch.float32
+    return CreateLossScaler(dtype, fp16.loss_scale, half and fp16.loss_scale == 0, fp16.dynamic_loss_scale_args())
 
 
 def parameter_offload(module: torch.nn.Module, config: DeepSpeedConfig, group: Any) -> DeepSpeedZeRoOffload:
@@ -207,10 +214,6 @@ def _replicated(
     mpu: Any,
 ) -> ReplicatedOptimizer:
     fp16 = config.float16_config
-    dtype = torch.float16 if fp16.enabled else torch.float32
-    scaler = CreateLossScaler(
-        dtype, fp16.loss_scale, fp16.enabled and fp16.loss_scale == 0, fp16.dynamic_loss_scale_args()
-    )
     settings = ReductionSettings(
         every_backward=False,
         overlap=bool(config.zero_config.overlap_comm),
@@ -229,7 +232,7 @@ def _replicated(
         schedule,
         settings,
         config.zero_config.reduce_bucket_size,
-        scaler,
+        _loss_scaler(config),
         clip_grad=config.gradient_clipping,
         check_overflow=_checks_overflow(config),
         mpu=mpu,

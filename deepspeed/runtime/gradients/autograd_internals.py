@@ -8,6 +8,7 @@ it: without these calls gradients still come out right, some collectives go out 
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ _foreach_copy = getattr(torch, "_foreach_copy_", None)
 _profiler = torch.autograd.profiler
 _foreach_add = getattr(torch, "_foreach_add_", None)
 _saved_hooks_allowed = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", None)
+_has_storage = getattr(torch._C, "_has_storage", None)
 _top_saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+try:
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as _clear_transforms
+except ImportError:  # another version of torch
+    _clear_transforms = None
 
 NO_GRAPH_TASK = -1
 
@@ -138,6 +144,22 @@ def saved_tensors_hooks_are_allowed() -> bool:
     Fallback: False; weights then stay in memory for as long as a graph needs them.
     """
     return _saved_hooks_allowed is not None and _top_saved_hooks is not None and _saved_hooks_allowed()
+
+
+def outside_of_transforms() -> AbstractContextManager:
+    """Context in which tensors are made and changed as if no ``torch.func`` transform was running.
+
+    Fallback: none; what is gathered inside of a transform then belongs to it, and torch refuses to take its memory.
+    """
+    return nullcontext() if _clear_transforms is None else _clear_transforms()
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has memory of its own kind to point to: not sparse, not a wrapper of a transform.
+
+    Fallback: whether it is strided; torch refuses wrappers by an error then.
+    """
+    return tensor.layout is torch.strided if _has_storage is None else _has_storage(tensor)
 
 
 def top_saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:

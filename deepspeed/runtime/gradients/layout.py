@@ -15,7 +15,7 @@ layout             one flat group is                           this rank keeps o
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -98,6 +98,7 @@ class FlatGroup:
     shard_start: int = 0
     shard_numel: int = 0
     own: list[OwnRange] = field(default_factory=list)
+    comm_dtype: torch.dtype | None = None  # in which gradients are communicated; None: dtype
 
     @property
     def padding(self) -> int:
@@ -118,14 +119,15 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def make_flat_groups(record_groups: Sequence[Sequence[ParameterRecord]]) -> list[FlatGroup]:
-    """Split each parameter group by dtype and device, in order of first appearance."""
+    """Split each parameter group by dtype, device and dtype of communication, in order of first appearance."""
     groups: list[FlatGroup] = []
     for param_group, records in enumerate(record_groups):
-        by_kind: dict[tuple[torch.dtype, torch.device], FlatGroup] = {}
+        by_kind: dict[tuple[torch.dtype, torch.device, torch.dtype], FlatGroup] = {}
         for record in records:
-            kind = (record.parameter.dtype, record.parameter.device)
+            parameter = record.parameter
+            kind = (parameter.dtype, parameter.device, record.comm_dtype)
             if kind not in by_kind:
-                by_kind[kind] = FlatGroup(len(groups), param_group, kind[0], kind[1], [])
+                by_kind[kind] = FlatGroup(len(groups), param_group, kind[0], kind[1], [], comm_dtype=kind[2])
                 groups.append(by_kind[kind])
             by_kind[kind].records.append(record)
     return groups
@@ -341,10 +343,10 @@ def cut_groups(groups: Sequence[FlatGroup], world_size: int, slice_limit: int) -
             records.append(record)
             held += slice_numel(record.numel, world_size)
             if held >= slice_limit:
-                result.append(FlatGroup(len(result), group.param_group, group.dtype, group.device, records))
+                result.append(replace(group, index=len(result), records=records))
                 records, held = [], 0
         if records:
-            result.append(FlatGroup(len(result), group.param_group, group.dtype, group.device, records))
+            result.append(replace(group, index=len(result), records=records))
     return result
 
 

@@ -66,12 +66,11 @@ class ParameterRecord:
 
     __slots__ = (
         "parameter", "name", "index", "shape", "numel", "phase", "unmoved", "seen", "taken", "in_hand", "pieces",
-        "pieces_left", "to_land", "parked", "awaited", "fired_in_backward", "streams", "listener", "handle", "__weakref__",
+        "pieces_left", "to_land", "parked", "awaited", "fired_in_backward", "streams", "listener", "handle",
+        "__weakref__",
     )  # fmt: skip
 
-    def __init__(
-        self, parameter: torch.nn.Parameter, name: str, index: int, shape: torch.Size | None = None
-    ) -> None:
+    def __init__(self, parameter: torch.nn.Parameter, name: str, index: int, shape: torch.Size | None = None) -> None:
         self.parameter = parameter
         self.name = name
         self.index = index

@@ -117,7 +117,7 @@ class GradientReducer:
         buckets = []
         for position, plan in enumerate(self.layout.buckets):
             group = self.layout.groups[plan.group]
-            comm_dtype = self.settings.comm_dtype or group.dtype
+            comm_dtype = self.settings.comm_dtype or group.comm_dtype or group.dtype
             buckets.append(Bucket(plan, position, comm_dtype, self._accum_dtype(group), group.device))
             self.pool.reserve(plan.numel, comm_dtype, group.device)
         return buckets

@@ -32,7 +32,7 @@ class NaiveReducer:
     - ``register_post_accumulate_grad_hook`` sees the sum of everything that lies in ``.grad``.
 
     The node belongs to the parameter's storage type: attach after the model was moved and cast (after
-    ``deepspeed.initialize``).
+    ``deepspeed.initialize``), and while it is whole.
 
     Args:
         named_parameters: those that require grad are kept. The same order on every rank.
@@ -59,6 +59,7 @@ class NaiveReducer:
         self.group = group
         self.dtype = dtype
         self.weight = 1.0
+        self._shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self.contributions = dict.fromkeys(self.parameters, 0)  # how many arrived in this window
         self._sums: dict[str, torch.Tensor] = {}
         self._nodes: list[object] = []  # a parameter holds its node weakly, and a new node would not have the hook
@@ -94,7 +95,10 @@ class NaiveReducer:
         world_size = dist.get_world_size(self.group) if dist.is_initialized() else 1
         result = {}
         for name, parameter in self.parameters.items():
-            total = self._sums.get(name, torch.zeros_like(parameter, dtype=self.dtype)).contiguous()
+            total = self._sums.get(name)
+            if total is None:
+                total = torch.zeros(self._shapes[name], dtype=self.dtype, device=parameter.device)
+            total = total.contiguous()
             if world_size > 1:
                 dist.all_reduce(total, group=self.group)
             result[name] = total / (self.accumulation_steps * world_size)

@@ -54,7 +54,7 @@ class ZeROOrderedDict(OrderedDict):
         parameter = super().__getitem__(key)
         if FWD_MODULE_STACK:
             shard = shard_of(parameter)
-            if shard is not None and shard.full is None:
+            if shard is not None and (shard.full is None or shard.free):
                 _user_of(shard).use_external(shard)
         return parameter
 
@@ -167,8 +167,7 @@ class ModuleUnit:
             return
         coordinator = self.offload.coordinator
         grad = torch.is_grad_enabled()
-        if not FWD_MODULE_STACK:
-            coordinator.begin_forward(inference=not grad)
+        coordinator.begin_forward(inference=not grad)
         FWD_MODULE_STACK.append(module)
         frame = _Frame()
         self._frames.append(frame)
@@ -203,8 +202,7 @@ class ModuleUnit:
             self._watch_outputs(output)
             if not self._frames:  # a module that calls itself is done with the outermost call
                 self.offload.coordinator.release_forward(module, frame.fetched, frame.place)
-        if not FWD_MODULE_STACK:
-            self.offload.coordinator.end_forward()
+        self.offload.coordinator.end_forward()
 
     def use_external(self, shard: ShardedParameter) -> None:
         """The running module uses a parameter of another one: gather it, and with this module from now on."""
@@ -212,7 +210,8 @@ class ModuleUnit:
         if shard not in self.shards:
             self.shards.append(shard)
         frame = self._frames[-1]
-        frame.fetched.append(shard)
+        for running in self._frames:  # the outermost one lets go
+            running.fetched.append(shard)
         self.offload.coordinator.fetch_external(self.module, shard)
         if torch.is_grad_enabled() and not frame.hooked:
             frame.hooked = self._watch_saved()
@@ -285,14 +284,13 @@ class _GradientGuard:
                 " under deepspeed.zero.GatheredParameters"
             )
         if shard.full is None:
-            shard.stand_in()
+            shard.coordinator.stand_in(shard)
 
     def after(self, parameter: torch.nn.Parameter) -> None:
         """Every node that used the parameter in this graph has run."""
         shard = self._shard
         if shard.full is None:
-            if shard.gather is None:
-                shard.hide()
+            shard.coordinator.end_stand_in(shard)
         elif shard.saved == 0 and shard.coordinator is not None:
             shard.coordinator.release_if_free(shard)
 

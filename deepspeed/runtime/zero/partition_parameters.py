@@ -449,20 +449,10 @@ def zero_wrapper_for_fp_tensor_constructor(
 ) -> Callable[..., torch.Tensor]:
     """A tensor constructor whose floating-point results have ``target_fp_dtype``, on ``target_device``.
 
-    A device of None in the arguments means the target; an explicit one is kept, so that code which builds on the meta
-    device still does.
+    A ``device=`` of the call wins, and so does ``with torch.device(...)`` around it, so that code which builds on the
+    meta device still does.
     """
-
-    @functools.wraps(fn)
-    def construct(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs.get("device") is None and target_device is not None:
-            kwargs["device"] = target_device
-        tensor = fn(*args, **kwargs)
-        if target_fp_dtype is not None and tensor.is_floating_point():
-            tensor.data = tensor.data.to(target_fp_dtype)
-        return tensor
-
-    return construct
+    return init_patching.fp_tensor_constructor(fn, target_fp_dtype, target_device)
 
 
 def shutdown_init_context() -> None:
@@ -647,7 +637,7 @@ def _dtype_of(settings: dict[str, Any] | None) -> torch.dtype | None:
 def _remote_device(remote_device: str | None, zero: DeepSpeedZeroConfig) -> torch.device | None:
     chosen = remote_device
     if chosen is None and zero.offload_param is not None:
-        chosen = zero.offload_param.device.value
+        chosen = str(zero.offload_param.device)
     if chosen in (None, "none"):
         return None
     if chosen == "nvme":

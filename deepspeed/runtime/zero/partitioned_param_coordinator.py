@@ -77,7 +77,9 @@ class PartitionedParameterCoordinator:
         self._kept: dict[ShardedParameter, None] = {}  # free, but used again soon; oldest first
         self._ahead = 0  # elements gathered and not asked for yet
         self._backward_holds: list[tuple[ShardedParameter, int]] = []
+        self._standing: dict[ShardedParameter, None] = {}  # hidden, with a stand-in for their shape
         self._scope: BackwardScope | None = None
+        self._running = 0  # nested calls of modules of this model
         self.available_numel = 0
         self.peak_numel = 0
         self.gathers = 0
@@ -85,14 +87,18 @@ class PartitionedParameterCoordinator:
     # ------------------------------------------------------------------ forward
 
     def begin_forward(self, inference: bool) -> None:
-        """An outermost module begins."""
+        """A module of this model begins; only what the outermost one is for counts."""
+        self._running += 1
+        if self._running > 1:
+            return
         if not inference:
             self._end_failed_backward()
         self._order = self._inference if inference else self._training
 
     def end_forward(self) -> None:
-        """An outermost module has ended; nothing follows in inference."""
-        if self._order is self._inference:
+        """A module has ended; after the outermost one nothing follows in inference."""
+        self._running -= 1
+        if self._running == 0 and self._order is self._inference:
             self._finish(self._inference)
             self._order = self._training
 
@@ -155,6 +161,17 @@ class PartitionedParameterCoordinator:
             self.release_if_free(shard)
         return view
 
+    def stand_in(self, shard: ShardedParameter) -> None:
+        """autograd is about to compare a gradient with a hidden weight; ``end_stand_in``, or the end of the backward,
+        takes the stand-in away."""
+        self._watch_backward()
+        shard.stand_in()
+        self._standing[shard] = None
+
+    def end_stand_in(self, shard: ShardedParameter) -> None:
+        if self._standing.pop(shard, shard) is None and shard.full is None and shard.gather is None:
+            shard.hide()
+
     def release_if_free(self, shard: ShardedParameter) -> None:
         """Let go of a whole weight that nobody needs; whoever holds a view of it keeps the memory."""
         if shard.free and shard in self._gathered:
@@ -187,6 +204,8 @@ class PartitionedParameterCoordinator:
         for shard, token in self._backward_holds:
             shard.parameter.ds_active_sub_modules.discard(token)
         self._backward_holds.clear()
+        for shard in list(self._standing):  # torch.autograd.grad adds to no gradient
+            self.end_stand_in(shard)
         self._finish(self._training)
 
     def _finish(self, order: UsageOrder) -> None:
@@ -199,11 +218,15 @@ class PartitionedParameterCoordinator:
     # ------------------------------------------------------------------ gathering
 
     def _fetch(self, shards: Sequence[ShardedParameter], order: UsageOrder | None) -> None:
-        self._start([shard for shard in shards if shard.parameter.ds_status is NOT_AVAILABLE], order)
-        if order is not None and self._ahead <= self._bucket // 2:
-            self._prefetch(order, set(shards))
+        needed = set(shards)
         for shard in shards:
             self._kept.pop(shard, None)
+        missing = [shard for shard in shards if shard.parameter.ds_status is NOT_AVAILABLE]
+        self._make_room(sum(shard.numel for shard in missing if not shard.persistent), needed)
+        self._start(missing, order)
+        if order is not None and self._ahead <= self._bucket // 2:
+            self._prefetch(order, needed)
+        for shard in shards:
             if shard.ahead:
                 shard.ahead = False
                 self._ahead -= shard.numel
@@ -213,7 +236,6 @@ class PartitionedParameterCoordinator:
     def _start(self, missing: list[ShardedParameter], order: UsageOrder | None) -> None:
         if not missing:
             return
-        self._make_room(sum(shard.numel for shard in missing if not shard.persistent))
         backward = order is not self._inference and self._scope is not None
         self.gathers += len(start_gathers(missing, prefer_secondary=self._secondary and backward))
         for shard in missing:
@@ -222,11 +244,17 @@ class PartitionedParameterCoordinator:
                 self.available_numel += shard.numel
         self.peak_numel = max(self.peak_numel, self.available_numel)
 
-    def _make_room(self, numel: int) -> None:
-        """Let go of weights kept for later while there would be too many. The one kept first is needed last."""
-        while self._kept and self.available_numel + numel > self._limit:
-            shard = next(iter(self._kept))
-            self.release(shard)
+    def _make_room(self, numel: int, needed: set[ShardedParameter]) -> None:
+        """Let go of weights that nobody uses while there would be too many: first of those kept for later, where the
+        one kept first is needed last; then of those that a graph may still ask for, which are gathered again then."""
+        if self.available_numel + numel <= self._limit:
+            return
+        others = [shard for shard in self._gathered if shard not in self._kept]
+        for shard in (*self._kept, *sorted(others, key=lambda shard: shard.ahead)):
+            if self.available_numel + numel <= self._limit:
+                return
+            if shard.free and shard not in needed:
+                self.release(shard)
 
     def _prefetch(self, order: UsageOrder, in_use: set[ShardedParameter]) -> None:
         """Begin to gather what the learnt order says comes next, up to a bucket."""

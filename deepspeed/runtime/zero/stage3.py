@@ -13,7 +13,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.comm.control import ControlChannel
 from deepspeed.runtime.base_optimizer import make_records
-from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.gradients.layout import PerParameter, cut_groups, make_flat_groups, records_in_model_order
 from deepspeed.runtime.gradients.ledger import Ledger
@@ -39,6 +39,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         param_names: name of each model parameter, in the model's order.
         sub_group_size: a sub-group ends where its shards on one rank reach so many elements.
         schedule: the engine's accumulation schedule; made here from ``gradient_accumulation_steps`` when absent.
+        loss_scaler: made here from the arguments with that name in them when absent.
         parameter_offload: the hooks on ``module``, where they exist already.
 
     The other arguments are named as in the configuration. Those of features that are not built raise
@@ -93,6 +94,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         cpuadam_cores_perc: float = 0.8,
         save_muon_momentum_buffer_in_memory: bool = False,
         schedule: AccumulationSchedule | None = None,
+        loss_scaler: LossScalerBase | None = None,
         parameter_offload: DeepSpeedZeRoOffload | None = None,
     ) -> None:
         refuse_unbuilt(
@@ -138,7 +140,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
             ),
         )
         model_dtype = flat_groups[0].dtype if flat_groups else torch.float32
-        scaler = CreateLossScaler(model_dtype, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        scaler = loss_scaler or CreateLossScaler(model_dtype, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
         super().__init__(init_optimizer, reducer, param_names, frozen, scaler, clip_grad, mpu=mpu)
         self.module = module
         self.dp_process_group = group
@@ -167,8 +169,8 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         self.parameter_offload.end_window()
 
     def _check_window(self) -> None:
-        """Ranks that gathered different weights under one another's name must not step. It is asked when no rank reduces
-        any more, since a backward on some ranks alone asks the others through the same channel."""
+        """Ranks that gathered different weights under one another's name must not step. It is asked when no rank
+        reduces any more, since a backward on some ranks alone asks the others through the same channel."""
         for ranks in {shard.ranks: None for shard in self.parameter_offload.shards}:
             ranks.check_order(self.reducer.channel)
 

@@ -11,7 +11,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.comm.control import ControlChannel
 from deepspeed.runtime.base_optimizer import make_records
-from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 from deepspeed.runtime.gradients import collectives
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.gradients.layout import FlatPartition, make_flat_groups, records_in_model_order, round_robin
@@ -42,6 +42,7 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
         param_names: name of each model parameter, in the model's order.
         partition_grads: reduce and free gradients in each backward (stage 2); otherwise only at the boundary (stage 1).
         schedule: the engine's accumulation schedule; made here from ``gradient_accumulation_steps`` when absent.
+        loss_scaler: made here from the arguments with that name in them when absent.
 
     The other arguments are named as in the configuration. Those of features that are not built raise
     NotImplementedError.
@@ -88,6 +89,7 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
         check_grad_overflow: bool = True,
         compute_grad_norm: bool = True,
         schedule: AccumulationSchedule | None = None,
+        loss_scaler: LossScalerBase | None = None,
         allgather_partitions: bool = True,
     ) -> None:
         refuse_unbuilt(
@@ -131,7 +133,7 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
             ),
         )
         model_dtype = flat_groups[0].dtype if flat_groups else torch.float32
-        scaler = CreateLossScaler(model_dtype, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        scaler = loss_scaler or CreateLossScaler(model_dtype, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
         super().__init__(
             init_optimizer, reducer, param_names, frozen, scaler, clip_grad, check_grad_overflow, compute_grad_norm, mpu
         )
