@@ -15,6 +15,7 @@ from deepspeed.runtime.gradients.backward_scope import BackwardScope, watch_end
 from deepspeed.runtime.gradients.ledger import ParameterRecord
 from deepspeed.runtime.gradients.reducer import GradientReducer
 from deepspeed.runtime.parameter_handover import logical_shape, refuse_shared_memory, refuse_used_optimizer
+from deepspeed.runtime.torch_autocast import get_comm_dtype
 from deepspeed.utils.logging import log_dist
 from deepspeed.utils.nvtx import profiler_range
 
@@ -258,7 +259,8 @@ def make_records(
             if not parameter.requires_grad:
                 frozen.append(parameter)
             elif shape.numel():
-                records.append(ParameterRecord(parameter, param_names[parameter], position[parameter], shape))
+                name, comm_dtype = param_names[parameter], get_comm_dtype(parameter)
+                records.append(ParameterRecord(parameter, name, position[parameter], shape, comm_dtype))
         groups.append(records)
     refuse_shared_memory((record.name, record.parameter) for records in groups for record in records)
     in_model_order = sorted((r for records in groups for r in records), key=lambda r: r.index)

@@ -62,20 +62,29 @@ class ParameterRecord:
         name: for messages.
         index: position among all records; the same on every rank.
         shape: of the gradient. A parameter that is partitioned at the moment does not show its own.
+        comm_dtype: in which the gradient is communicated unless all gradients are in another; None: the parameter's.
     """
 
     __slots__ = (
-        "parameter", "name", "index", "shape", "numel", "phase", "unmoved", "seen", "taken", "in_hand", "pieces",
-        "pieces_left", "to_land", "parked", "awaited", "fired_in_backward", "streams", "listener", "handle",
+        "parameter", "name", "index", "shape", "numel", "comm_dtype", "phase", "unmoved", "seen", "taken", "in_hand",
+        "pieces", "pieces_left", "to_land", "parked", "awaited", "fired_in_backward", "streams", "listener", "handle",
         "__weakref__",
     )  # fmt: skip
 
-    def __init__(self, parameter: torch.nn.Parameter, name: str, index: int, shape: torch.Size | None = None) -> None:
+    def __init__(
+        self,
+        parameter: torch.nn.Parameter,
+        name: str,
+        index: int,
+        shape: torch.Size | None = None,
+        comm_dtype: torch.dtype | None = None,
+    ) -> None:
         self.parameter = parameter
         self.name = name
         self.index = index
         self.shape = parameter.shape if shape is None else shape
         self.numel = self.shape.numel()
+        self.comm_dtype = parameter.dtype if comm_dtype is None else comm_dtype
         self.phase = Phase.IDLE
         self.unmoved = 0  # contributions that lie in .grad
         self.seen = 0  # contributions of this window, by the hook

@@ -459,8 +459,11 @@ class DeepSpeedZeRoOffload:
         gather_now(self.shards)
 
     def destroy(self) -> None:
-        """Remove the hooks; the parameters stay partitioned."""
+        """Remove the hooks and let go of whole weights; the parameters stay partitioned."""
         self.coordinator.release_and_reset_all(self.module)
+        for shard in self.shards:
+            if shard.coordinator is self.coordinator and shard.full is not None and not shard.held:
+                shard.hide()
         self.remove_hooks()
 
     def remove_hooks(self) -> None:
