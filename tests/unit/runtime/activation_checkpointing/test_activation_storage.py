@@ -166,6 +166,17 @@ def test_restored_value_outlives_its_slot() -> None:
     assert torch.equal(restored, first)
 
 
+def test_arguments_of_one_size_have_buffers_of_their_own() -> None:
+    """The number counts checkpoints, however many arguments each has."""
+    ck.configure(None, contiguous_checkpointing=True, num_checkpoints=2)
+    x, y = (torch.randn(3, WIDTH, requires_grad=True) * 1 for _ in range(2))
+    for _ in range(2):
+        x, y = ck.checkpoint(lambda a, b: (a * b, a + b), x, y)
+    assert ck.data_offsets == [2, 2]
+    (x + y).sum().backward()
+    assert ck.data_offsets == [0, 0]
+
+
 def test_number_of_checkpoints_is_needed() -> None:
     ck.configure(None, contiguous_checkpointing=True)
     with pytest.raises(ValueError, match="number_checkpoints"):
