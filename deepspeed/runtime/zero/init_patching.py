@@ -396,7 +396,8 @@ class _Construction:
             if resolved is construct:
                 return self._run(module, bound, args, kwargs)
             if resolved not in self._wrappers:
-                self._note_late(module)
+                self._watch(type(module))  # from here on its class resolves to a wrapper: it is noted once
+                self._late.append(module)
             return bound(*args, **kwargs)
 
         return construct
@@ -414,11 +415,6 @@ class _Construction:
         if _patches:
             self._report_late(_patches[-1], waiting)
             self._report(_patches[-1], module)
-
-    def _note_late(self, module: nn.Module) -> None:
-        self._watch(type(module))
-        if all(module is not other for other in self._late):
-            self._late.append(module)
 
     def finish_late_modules(self, patch: ConstructionPatch, failed: bool) -> None:
         """The context of ``patch`` ends: what still waits is reported to it, or dropped."""

@@ -135,6 +135,19 @@ def test_gradients_of_gradients(shape, out):
     assert torch.autograd.gradcheck(zero3_linear_wrap, make(shape, out, bias=out is not None))
 
 
+def test_every_gradient_can_be_differentiated():
+    """gradgradcheck passes over gradients that require none."""
+    tensors = make((5, 4))
+    others = copies(tensors)
+    for function, arguments in ((zero3_linear_wrap, tensors), (plain_linear, others)):
+        first = torch.autograd.grad(function(*arguments).pow(3).sum(), arguments, create_graph=True)
+        for gradient in first:
+            assert gradient.requires_grad
+        sum(gradient.square().sum() for gradient in first).backward()
+    for one, other in zip(tensors, others):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-10)
+
+
 def test_torch_func():
     x, weight, bias = (t.detach() for t in make((6, 4)))
 
