@@ -8,9 +8,10 @@ autograd asks for it. So no graph can meet a weight that is not there.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -263,6 +264,16 @@ def name_external(module: torch.nn.Module, parameter: torch.nn.Parameter) -> Non
     getattr(module, EXTERNAL)[id(parameter)] = parameter
 
 
+def external_parameters(module: torch.nn.Module) -> Iterable[tuple[int, torch.nn.Parameter]]:
+    """Parameters of other modules that ``module`` uses, with keys."""
+    return list(getattr(module, EXTERNAL, {}).items())
+
+
+def own_and_external_parameters(module: torch.nn.Module) -> Iterable[tuple[Any, torch.nn.Parameter]]:
+    """Named own parameters of ``module``, not those of its children, and ``external_parameters``."""
+    return [*module.named_parameters(recurse=False), *external_parameters(module)]
+
+
 class _GradientGuard:
     """Hooks of one parameter for the moments in which autograd adds to its gradient."""
 
@@ -383,6 +394,8 @@ class DeepSpeedZeRoOffload:
                 self._guards.append(_GradientGuard(shard))
         for module in self.module.modules():
             ensure_zero_ordered_dict(module)
+            module.ds_external_parameters = functools.partial(external_parameters, module)
+            module.all_parameters = functools.partial(own_and_external_parameters, module)
         self._register_deepspeed_module(self.module)
 
     def _register_deepspeed_module(self, module: torch.nn.Module, count: Any = None) -> None:

@@ -26,6 +26,7 @@ from deepspeed.runtime.zero.sharded_parameter import (
     ZeroParamStatus,
     ZeroParamType,
     gather_now,
+    plain_tensors,
     ranks_of,
     shard_of,
     shards_of,
@@ -343,8 +344,7 @@ class GatheredParameters:
         if fwd_module is not None:
             for parameter in self.params:
                 register_external_parameter(fwd_module, parameter)
-        self._versions: list[int] = []
-        self._before: dict[ShardedParameter, torch.Tensor] = {}
+        self._shown: dict[ShardedParameter, torch.Tensor] = {}  # to compare with, for sanity checks
 
     def __enter__(self) -> None:
         if not self.enabled:
@@ -360,13 +360,16 @@ class GatheredParameters:
         for shard in self.shards:
             if shard.gather is not None:
                 shard.gather.wait()
-        self._before = {shard: shard.full for shard in self.shards if shard.full is not None}
-        gather_now(self.shards)
         for shard in self.shards:
-            shard.held += 1
-            if shard in self._before or shard.ranks.world_size == 1:
-                shard.show(shard.full.clone())
-        self._versions = [shard.full._version for shard in self.shards]
+            shard.aside = shard.full
+        gather_now(self.shards)
+        with plain_tensors():
+            for shard in self.shards:
+                shard.held += 1
+                if shard.aside is not None or shard.ranks.world_size == 1:
+                    shard.show(shard.full.clone())
+                if shard.parameter.ds_enable_sanity_checks and self.src_rank is None:
+                    self._shown[shard] = shard.full.clone()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -389,14 +392,12 @@ class GatheredParameters:
         for shard in self.shards:
             ranks = shard.ranks
             data = shard.parameter.data
-            whole = data if data.is_contiguous() else data.contiguous()
+            whole = data.to(shard.dtype).contiguous()
             if ranks.world_size > 1 and shard.numel:
                 with torch.no_grad(), torch.inference_mode(False):
                     dist.broadcast(whole, src=self.src_rank, group=ranks.group)
             former = shard.shard.clone()
             shard.write(whole)
-            if shard in self._before and ranks.world_size > 1:
-                self._before[shard][: shard.numel].copy_(whole.reshape(-1))
             link = getattr(shard.parameter, "_ds_link", None)
             if link is not None:
                 link.optimizer.take_changed_weights(link, former)
@@ -411,11 +412,7 @@ class GatheredParameters:
                 )
 
     def _refuse_dropped_writes(self) -> None:
-        changed = [
-            shard.name
-            for shard, version in zip(self.shards, self._versions)
-            if shard.parameter.ds_enable_sanity_checks and _was_written(shard, version)
-        ]
+        changed = [shard.name for shard, shown in self._shown.items() if _was_written(shard, shown)]
         if changed:
             raise RuntimeError(
                 f"parameters {changed[:4]} were changed inside GatheredParameters without modifier_rank; the change"
@@ -423,22 +420,21 @@ class GatheredParameters:
             )
 
     def _leave(self) -> None:
+        self._shown.clear()
         for shard in self.shards:
-            if shard in self._before:
-                shard.show(self._before[shard])
+            if shard.aside is not None:
+                shard.show(shard.aside)
+                shard.aside = None
             elif not shard.parameter.ds_active_sub_modules:
                 _let_go(shard)
-        self._before = {}
 
 
-def _was_written(shard: ShardedParameter, version: int) -> bool:
-    return (
-        shard.full is None
-        or shard.full._version != version
-        or not torch.equal(
-            shard.own_slice(shard.parameter.data.reshape(-1)), shard.shard[: shard.end - shard.begin].to(shard.device)
-        )
-    )
+def _was_written(shard: ShardedParameter, shown: torch.Tensor) -> bool:
+    """Whether the whole value differs, bit by bit, from what was shown."""
+    data, shown = shard.parameter.data, shown[: shard.numel]
+    if data.shape != shard.shape or data.device != shown.device or data.dtype != shown.dtype:
+        return True
+    return not torch.equal(data.contiguous().view(-1).view(torch.uint8), shown.view(torch.uint8))
 
 
 # ---------------------------------------------------------------------------------------------------- construction

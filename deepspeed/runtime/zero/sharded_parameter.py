@@ -159,8 +159,8 @@ class ShardedParameter:
     """
 
     __slots__ = (
-        "parameter", "ranks", "shape", "numel", "slice_numel", "dtype", "device", "name", "full", "gather", "held",
-        "saved", "window", "version", "persistent", "ahead", "secondary", "coordinator", "__weakref__",
+        "parameter", "ranks", "shape", "numel", "slice_numel", "dtype", "device", "name", "full", "aside", "gather",
+        "held", "saved", "window", "version", "persistent", "ahead", "secondary", "coordinator", "__weakref__",
     )  # fmt: skip
 
     def __init__(
@@ -175,6 +175,7 @@ class ShardedParameter:
         self.device = parameter.device
         self.name = f"of shape {tuple(self.shape)}"
         self.full: torch.Tensor | None = None  # 1-D, padded; while gathered
+        self.aside: torch.Tensor | None = None  # the same, while GatheredParameters shows a copy
         self.gather: Gather | None = None  # while under way
         self.held = 0  # GatheredParameters contexts that hold the whole value
         self.saved = 0  # uses in graphs whose backward has not come by yet
@@ -230,8 +231,9 @@ class ShardedParameter:
         flat = whole.detach().reshape(-1)
         own = self.own_slice(flat)
         self.shard[: own.numel()].copy_(own)
-        if self.full is not None and self.ranks.world_size > 1:
-            self.full[: self.numel].copy_(flat)
+        for full in (self.full, self.aside):
+            if full is not None and self.ranks.world_size > 1:
+                full[: self.numel].copy_(flat)
         self.written()
 
     def forget_saved(self) -> None:
@@ -372,7 +374,7 @@ class Gather:
         for shard in shards:
             shard.gather = self
             shard.parameter.ds_status = INFLIGHT
-        with _plain_tensors(), span_range("deepspeed.gather", shards):
+        with plain_tensors(), span_range("deepspeed.gather", shards):
             self._start()
 
     def _sources(self) -> list[torch.Tensor]:
@@ -429,7 +431,7 @@ class Gather:
 
     def wait(self) -> None:
         """Make the whole values the parameters' data. On CUDA the current stream waits, the host does not."""
-        with _plain_tensors():
+        with plain_tensors():
             if self._works:
                 self._await()
             self._order.wait_mark(self._mark)
@@ -438,7 +440,7 @@ class Gather:
                 shard.show(full)
 
 
-def _plain_tensors() -> AbstractContextManager:
+def plain_tensors() -> AbstractContextManager:
     """Gathered weights must be usable in training, even if they were first asked for in inference mode."""
     stack = ExitStack()
     stack.enter_context(autograd.outside_of_transforms())
