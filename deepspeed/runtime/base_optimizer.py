@@ -11,6 +11,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.gradients import autograd_internals as autograd
 from deepspeed.runtime.gradients import collectives
+from deepspeed.runtime.gradients.arithmetic import exact_sum_of_squares, sum_of_squares
 from deepspeed.runtime.gradients.backward_scope import BackwardScope, watch_end
 from deepspeed.runtime.gradients.ledger import ParameterRecord
 from deepspeed.runtime.gradients.reducer import GradientReducer
@@ -20,6 +21,8 @@ from deepspeed.utils.logging import log_dist
 from deepspeed.utils.nvtx import profiler_range
 
 CLIP_EPSILON = 1e-6
+LEAST_FP32_NORM = 1e-10  # of the gradient, below which the squares of its elements may be lost in fp32
+NAMES_SHOWN = 5
 
 
 class DeepSpeedOptimizer:
@@ -348,16 +351,21 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             norm = self._global_norm(shards)
             self.overflow = self._overflowed(norm, shards)
         self._global_grad_norm = self._public_norm(norm)
-        scale = self.loss_scaler.loss_scale
+        self._clipped_grad_norm = None
+        culprits = ""
         if self.overflow:
             self._global_grad_norm = math.inf
-            log_dist(f"gradients overflowed, step skipped; loss scale was {scale}", ranks=[0])
+            culprits = self._explain_overflow(shards)
         else:
             with profiler_range("deepspeed.update"):
                 self._clip(shards, norm)
                 self._update(shards)
         self.reducer.start_window()
-        if not self.custom_loss_scaler:
+        if self.custom_loss_scaler:
+            return
+        if culprits:
+            self.loss_scaler.update_scale(self.overflow, culprits)
+        else:
             self.loss_scaler.update_scale(self.overflow)
 
     def _check_window(self) -> None:
@@ -399,13 +407,19 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         """L2 norm of the true gradient over all parameters of the world: 0-dim float64."""
         if not self.compute_grad_norm:
             return None
-        return self._reduce_sum_of_squares(shards).sqrt()
+        norm = self._reduce_sum_of_squares(shards, sum_of_squares).sqrt()
+        if self.check_overflow_enabled and not LEAST_FP32_NORM < norm.item() < math.inf:
+            # Either so, or squares have left the range of fp32; the answer is the same on all ranks.
+            norm = self._reduce_sum_of_squares(shards, exact_sum_of_squares).sqrt()
+        return norm
 
-    def _reduce_sum_of_squares(self, shards: list[torch.Tensor]) -> torch.Tensor:
+    def _reduce_sum_of_squares(
+        self, shards: list[torch.Tensor], square: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         device = shards[0].device if shards else torch.device("cpu")
         total = torch.zeros((), dtype=torch.float64, device=device)
         for shard in shards:
-            total += torch.linalg.vector_norm(shard, dtype=torch.float32).double().square()
+            total += square(shard)
         if not self.reducer.layout.replicated:
             collectives.sum_over_ranks(total, self.reducer.group)
         if self.mpu is not None and hasattr(self.mpu, "get_model_parallel_group"):
@@ -424,6 +438,29 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         if not self.reducer.layout.replicated:
             collectives.sum_over_ranks(bad, self.reducer.group)
         return bad.item() > 0
+
+    def _explain_overflow(self, shards: list[torch.Tensor]) -> str:
+        """Log that the step is skipped. Where that is no matter of the loss scale, also say whose gradients are not
+        finite; collective then, and the answer is the same on every rank."""
+        scale, scaler = self.loss_scale, self.loss_scaler
+        culprits = ""
+        if not self.needs_scaler() or (scaler.is_exhausted() and not self.custom_loss_scaler):
+            culprits = _listed(self._non_finite_parameters(shards))
+        reason = culprits or "gradients overflowed"
+        log_dist(f"step skipped, {reason}" + (f"; loss scale was {scale}" if self.needs_scaler() else ""), ranks=[0])
+        return culprits
+
+    def _non_finite_parameters(self, shards: list[torch.Tensor]) -> list[str]:
+        """Names, in the model's order, of parameters whose gradient is not finite on some rank. Collective."""
+        records = self.reducer.ledger.records
+        bad = torch.zeros(len(records), device=shards[0].device if shards else torch.device("cpu"))
+        for group in self.reducer.layout.groups:
+            infinite = ~torch.isfinite(shards[group.index])
+            for _, record, begin, end, start in group.local_ranges():
+                bad[record.index] = infinite[start : start + end - begin].any()
+        if not self.reducer.layout.replicated:
+            collectives.sum_over_ranks(bad, self.reducer.group)
+        return [record.name for record, count in zip(records, bad.tolist()) if count]
 
     def _clip(self, shards: list[torch.Tensor], norm: torch.Tensor | None) -> None:
         """Scale the gradient so that its norm is at most ``clip_grad``."""
@@ -519,3 +556,12 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def destroy(self) -> None:
         """Remove all hooks and free buffers; the model keeps its weights."""
         self.reducer.destroy()
+
+
+def _listed(names: list[str]) -> str:
+    """What a message says about parameters whose gradients are not finite."""
+    if not names:  # another model-parallel rank's
+        return "gradients on another model-parallel rank are not finite"
+    shown = ", ".join(repr(name) for name in names[:NAMES_SHOWN])
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return f"the gradients of {shown}{more} are not finite"

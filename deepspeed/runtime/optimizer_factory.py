@@ -146,7 +146,6 @@ def stage_optimizer(
         partition_grads=config.zero_optimization_stage == 2,
         round_robin_gradients=zero.round_robin_gradients,
         parameter_alignment=zero.parameter_alignment,
-        check_grad_overflow=_checks_overflow(config),
         compute_grad_norm=zero.compute_grad_norm,
         **_partitioned_settings(config, schedule, group, mpu),
     )
@@ -166,6 +165,7 @@ def _partitioned_settings(
         "overlap_comm": bool(zero.overlap_comm),
         "mpu": mpu,
         "clip_grad": config.gradient_clipping,
+        "check_grad_overflow": _checks_overflow(config),
         "gradient_accumulation_dtype": config.grad_accum_dtype or torch.float32,
         "communication_data_type": config.communication_data_type,
         "postscale_gradients": not config.prescale_gradients,

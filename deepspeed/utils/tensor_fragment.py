@@ -77,6 +77,10 @@ class ParameterLink:
         self.begin, self.end = own.begin, own.end  # own elements of the parameter
         self.shard_begin = own.shard_begin  # and where they are in the shard
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A parameter that is pickled belongs to no engine where it is loaded."""
+        return type(None), ()
+
     @property
     def optimizer(self) -> Any:
         optimizer = self._optimizer()

@@ -41,8 +41,12 @@ class LossScalerBase:
         16-bit loss."""
         return loss.float() * self.cur_scale
 
-    def update_scale(self, overflow: bool) -> None:
-        """Learn from one step whether its gradients were finite."""
+    def is_exhausted(self) -> bool:
+        """Whether the next overflow cannot be answered by a smaller scale and is an error."""
+        return False
+
+    def update_scale(self, overflow: bool, culprits: str = "") -> None:
+        """Learn from one step whether its gradients were finite; ``culprits`` tells a message which were not."""
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         self.scale_loss(loss).backward(retain_graph=retain_graph)
@@ -93,27 +97,33 @@ class DynamicLossScaler(LossScalerBase):
         self.last_overflow_iter = -1
         self.cur_hysteresis = delayed_shift
 
-    def update_scale(self, overflow: bool) -> None:
+    def is_exhausted(self) -> bool:
+        at_floor = self.cur_scale <= self.min_scale and not self._hysteresis_left()
+        return at_floor and self.raise_error_at_min_scale
+
+    def update_scale(self, overflow: bool, culprits: str = "") -> None:
         """Shrink, grow or keep the scale.
 
         Raises:
             Exception: overflow at the smallest scale with no hysteresis left.
         """
         if overflow:
-            self._shrink()
+            self._shrink(culprits)
         else:
             self._maybe_grow()
         self.cur_iter += 1
 
-    def _shrink(self) -> None:
-        if self.delayed_shift > 1 and self.cur_hysteresis > 1:
+    def _hysteresis_left(self) -> bool:
+        return self.delayed_shift > 1 and self.cur_hysteresis > 1
+
+    def _shrink(self, culprits: str) -> None:
+        if self._hysteresis_left():
             self.cur_hysteresis -= 1
-        elif self.cur_scale <= self.min_scale and self.raise_error_at_min_scale:
+        elif self.is_exhausted():
             raise Exception(
                 f"the loss scale is at its minimum of {self.min_scale} and gradients still overflow, so no step can"
-                " succeed. The loss or the model produces non-finite values: lower the learning rate, check the data,"
-                " or"
-                " train in bf16"
+                f" succeed{culprits and ': '}{culprits}. The loss or the model produces non-finite values: lower the"
+                " learning rate, check the data, or train in bf16"
             )
         else:
             self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)

@@ -13,6 +13,7 @@ import torch
 from deepspeed.runtime.gradients.autograd_internals import add_each
 
 CHUNK = 1 << 18  # elements: a scratch of one megabyte, few enough operator calls
+NORM_ROW = 1 << 14  # elements summed in fp32; a longer sum of squares loses what is added late on CPU
 
 _kept = threading.local()  # one set per thread: two threads may train two engines
 
@@ -98,3 +99,27 @@ def add_scaled_each(targets: list[torch.Tensor], sources: list[torch.Tensor], sc
             small_targets.append(target)
             small_sources.append(source)
     add_each(small_targets, small_sources, scale)
+
+
+@torch.no_grad()
+def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of the squares of a 1-D contiguous tensor: 0-dim float64 on its device, without waiting for it.
+
+    Rows of ``NORM_ROW`` are summed in fp32 (float64 for 64-bit tensors), rows in float64. Infinite where squares leave
+    the range of fp32, too small where they fall below it; ``exact_sum_of_squares`` has no such limits.
+    """
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    whole = tensor.numel() - tensor.numel() % NORM_ROW
+    rows = torch.linalg.vector_norm(tensor[:whole].view(-1, NORM_ROW), dim=1, dtype=dtype)
+    rest = torch.linalg.vector_norm(tensor[whole:], dtype=dtype)
+    return rows.double().square().sum() + rest.double().square()
+
+
+@torch.no_grad()
+def exact_sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
+    """The same in float64 throughout, at several times the cost."""
+    total = torch.zeros((), dtype=torch.float64, device=tensor.device)
+    for chunk in tensor.split(CHUNK):
+        wide = _scratch(2, chunk.numel(), torch.float64, tensor.device).copy_(chunk)
+        total += wide.dot(wide)
+    return total

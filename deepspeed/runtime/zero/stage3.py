@@ -93,6 +93,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         enable_sanity_checks: bool = False,
         cpuadam_cores_perc: float = 0.8,
         save_muon_momentum_buffer_in_memory: bool = False,
+        check_grad_overflow: bool = True,
         schedule: AccumulationSchedule | None = None,
         loss_scaler: LossScalerBase | None = None,
         parameter_offload: DeepSpeedZeRoOffload | None = None,
@@ -141,7 +142,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         )
         model_dtype = flat_groups[0].dtype if flat_groups else torch.float32
         scaler = loss_scaler or CreateLossScaler(model_dtype, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
-        super().__init__(init_optimizer, reducer, param_names, frozen, scaler, clip_grad, mpu=mpu)
+        super().__init__(init_optimizer, reducer, param_names, frozen, scaler, clip_grad, check_grad_overflow, mpu=mpu)
         self.module = module
         self.dp_process_group = group
         self.dtype = model_dtype
