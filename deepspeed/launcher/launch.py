@@ -496,7 +496,8 @@ def start_elastic_agent(args: argparse.Namespace, world_info: dict[str, list[int
     """Starts torchrun's agent, which starts this node's ranks, and starts them anew when one fails or nodes change.
 
     The nodes meet at the master address and port. World size and ranks are torchrun's to give, so the environment holds
-    only what does not depend on them.
+    only what does not depend on them. The hosts' ranks meet at the node that torchrun makes the first, by the name that
+    the hostfile gives it; where that is no name of the network, torchrun takes the host's own.
 
     Raises:
         SystemExit: the limits on the number of nodes contradict each other.
@@ -514,11 +515,21 @@ def start_elastic_agent(args: argparse.Namespace, world_info: dict[str, list[int
     command += [f"--rdzv_endpoint={args.master_addr}:{args.master_port}", f"--rdzv_id=deepspeed-{args.master_port}"]
     # Said outright, since the address may be one that no lookup of this host's names gives.
     command += [f"--rdzv_conf=is_host={int(args.node_rank == 0)}"]
-    command += [f"--local_addr={args.master_addr}"] if args.node_rank == 0 else []
+    own_name = args.master_addr if args.node_rank == 0 else list(world_info)[args.node_rank]
+    command += [f"--local_addr={own_name}"] if _is_known(own_name) else []
     command += ["--no_python", sys.executable, "-u", launcher_helper_file(), f"--launcher={TORCHRUN_LAUNCHER}"]
     command += helper_flags(args) + ([] if args.no_local_rank else ["--pass_local_rank"])
     command += [args.training_script, *args.training_script_args]
     group.start(f"elastic agent of node {args.node_rank}", command, env)
+
+
+def _is_known(host: str) -> bool:
+    """Whether ``host`` is an address or has one; a name that only ssh's configuration knows has none."""
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror:
+        return False
+    return host != "localhost"
 
 
 def launcher_helper_file() -> str:
