@@ -2,6 +2,7 @@
 """Construction of a model on a chosen device in a chosen dtype."""
 
 import functools
+import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -10,12 +11,25 @@ import torch
 
 _CONSTRUCTORS = ("empty", "zeros", "ones", "full", "rand", "randn", "arange", "eye", "linspace", "tensor")
 
+# torch's own code that makes a model's tensors. The rest of torch needs what it asks for: torch.load makes an empty
+# tensor of the stored dtype and points it at the bytes of the file, optimizers count steps in fp32.
+_MODEL_CODE_IN_TORCH = ("torch.nn.", "torch.ao.nn.")
+_NO_MODEL_CODE = ("torch.nn.init", "deepspeed.comm")
+
+
+def makes_model_tensors(module_name: str) -> bool:
+    """Whether code in the module of this name makes tensors of a model, of which the dtype and device may be chosen."""
+    if module_name.startswith(_NO_MODEL_CODE):
+        return False
+    in_torch = module_name == "torch" or module_name.startswith("torch.")
+    return not in_torch or module_name.startswith(_MODEL_CODE_IN_TORCH)
+
 
 class OnDevice:
     """Context in which torch's constructors default to ``device`` and make floating-point tensors of ``dtype``.
 
-    A ``device=`` argument of a call wins over the context's. Not for several threads at once: torch's functions are
-    replaced while the context is open.
+    A ``device=`` argument of a call wins over the context's, and so does what torch makes for itself, as when it loads
+    a file. Not for several threads at once: torch's functions are replaced while the context is open.
 
     Args:
         dtype: of new floating-point tensors, also where the call asks for another one.
@@ -35,6 +49,8 @@ class OnDevice:
 
         @functools.wraps(fn)
         def construct(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if not makes_model_tensors(sys._getframe(1).f_globals.get("__name__", "")):
+                return fn(*args, **kwargs)
             if kwargs.get("device") is None:
                 kwargs["device"] = self.device
             made = fn(*args, **kwargs)
@@ -62,7 +78,7 @@ class OnDevice:
 
     def __enter__(self) -> "OnDevice":
         if self.enabled:
-            self._original_new = torch.Tensor.__new__
+            self._original_new = vars(torch.Tensor).get("__new__")  # None: inherited
             self._originals = {name: getattr(torch, name) for name in _CONSTRUCTORS}
             torch.Tensor.__new__ = self.get_new_tensor_fn_for_dtype(self.dtype)
             for name, original in self._originals.items():
@@ -76,7 +92,10 @@ class OnDevice:
         traceback: TracebackType | None,
     ) -> None:
         if self.enabled:
-            torch.Tensor.__new__ = self._original_new
+            if self._original_new is None:
+                del torch.Tensor.__new__
+            else:
+                torch.Tensor.__new__ = self._original_new
             for name, original in self._originals.items():
                 setattr(torch, name, original)
             self._originals = {}

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from deepspeed.utils.init_on_device import makes_model_tensors
+
 CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
 
 original_module_apply = nn.Module.apply
@@ -28,10 +30,6 @@ _plain_new = torch.Tensor.__new__
 _OVERRIDDEN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Made in the wanted dtype at once: the values are the same as after a cast, and there is no second tensor.
 _EXACT_IN_ANY_DTYPE = ("empty", "zeros", "ones")
-# torch's own code that makes a model's tensors. The rest of torch needs what it asks for: torch.load makes an empty
-# tensor of the stored dtype and points it at the bytes of the file, optimizers count steps in fp32.
-_MODEL_CODE_IN_TORCH = ("torch.nn.", "torch.ao.nn.")
-_NO_MODEL_CODE = ("torch.nn.init", "deepspeed.comm")
 
 
 class ConstructionPatch:
@@ -281,16 +279,9 @@ def _as_wanted(made: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 def _governing(plain: Callable, caller_globals: dict[str, Any]) -> Callable:
     """What a call of the constructor ``plain`` means now: the innermost context's version, or ``plain``."""
-    if not _patches or _construction.in_callback or not _makes_model_tensors(caller_globals.get("__name__", "")):
+    if not _patches or _construction.in_callback or not makes_model_tensors(caller_globals.get("__name__", "")):
         return plain
     return _patches[-1]._wrapped.get(plain, plain)
-
-
-def _makes_model_tensors(module_name: str) -> bool:
-    if module_name.startswith(_NO_MODEL_CODE):
-        return False
-    in_torch = module_name == "torch" or module_name.startswith("torch.")
-    return not in_torch or module_name.startswith(_MODEL_CODE_IN_TORCH)
 
 
 def _is_of_interest(cls: type) -> bool:

@@ -2,6 +2,7 @@
 """Utilities of one function or class each."""
 
 import gc
+import io
 import mmap
 import os
 import subprocess
@@ -183,13 +184,24 @@ def test_model_without_memory():
     assert (placed.device.type, placed.dtype) == ("cpu", torch.bfloat16)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_loading_on_a_device_keeps_what_is_stored(device):
+    stored = io.BytesIO()
+    torch.save(torch.arange(4.0), stored)
+    stored.seek(0)
+    with OnDevice(torch.half, device):
+        loaded = torch.load(stored)
+        assert torch.zeros(1).dtype == torch.half
+    assert loaded.dtype == torch.float32 and loaded.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_on_device_puts_everything_back(enabled):
-    before = (torch.empty, torch.tensor, torch.Tensor.__new__)
+    before = (torch.empty, torch.tensor, torch.Tensor.__new__, vars(torch.Tensor).get("__new__"))
     with pytest.raises(KeyError), OnDevice(torch.half, "cpu", enabled=enabled):
         assert (torch.empty(1).dtype is torch.half) is enabled
         raise KeyError
-    assert (torch.empty, torch.tensor, torch.Tensor.__new__) == before
+    assert (torch.empty, torch.tensor, torch.Tensor.__new__, vars(torch.Tensor).get("__new__")) == before
     assert torch.Tensor(2).dtype is torch.float32 and torch.Tensor([1.0]).tolist() == [1.0]
 
 
