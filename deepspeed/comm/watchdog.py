@@ -43,6 +43,7 @@ EXIT_CODE = 75
 
 _LONGEST_SLICE = 1.0  # seconds for which a wait is deaf to the alarm of another rank
 _FAREWELL_SECONDS = 0.5
+_JOIN_SECONDS = 60.0  # for which the store is asked for the addresses of ranks that have not started a watchdog
 _REPORT_SECONDS = 30.0  # within which the leader answers: it asks every rank, some of which may not answer
 
 
@@ -234,11 +235,11 @@ class Watchdog:
     # The daemon thread
 
     def _run(self) -> None:
-        known = False
+        known, latest = False, time.monotonic() + _JOIN_SECONDS
         tick = min(2.0, self.seconds / 4)
         while not self._stopping and self._world_lives():
             try:
-                known = known or self.peers.learn_addresses()
+                known = known or self.peers.learn_addresses() or time.monotonic() > latest
             except RuntimeError as error:  # the store has gone; peers that are known can still be asked
                 logger.debug(f"watchdog of rank {self.rank}: the store does not answer: {error}")
                 known = True

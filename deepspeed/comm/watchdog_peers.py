@@ -25,6 +25,7 @@ ANSWER_SECONDS = 2.0  # for a state, which a living Python process gives at once
 _MOST_BYTES = 64 << 20
 _CANDIDATE_LEADERS = 8
 _PARALLEL = 32
+_ELSEWHERE = "10.255.255.255"  # any address outside: it only chooses the default route
 
 Answer = dict[str, Any]
 
@@ -125,7 +126,7 @@ class Peers:
             return f"cannot be asked: its address is not known and the store does not tell ({_first_line(error)})"
         if address is None:
             return "never joined: it has not started its watchdog"
-        reason = "no address"
+        reason = "cannot be asked: it knows of no IPv4 address of its own"
         for host in address["hosts"]:
             try:
                 with socket.create_connection((host, address["port"]), timeout=ANSWER_SECONDS) as connection:
@@ -178,23 +179,29 @@ def _receive(connection: socket.socket) -> bytes:
 
 
 def own_hosts() -> list[str]:
-    """Addresses under which other ranks may reach this process, the most likely one first.
+    """IPv4 addresses under which other ranks may reach this process, the most likely one first; none: there is none.
 
-    That is the interface towards MASTER_ADDR, and what the host's name means. Loopback is told only where the master
-    is on loopback too, i.e. all ranks are on one host.
+    They are those of the interface towards MASTER_ADDR, of the default route, and of the host's name. Loopback is told
+    only where the master is on loopback too, i.e. all ranks are on one host, or where there is nothing else.
     """
     master = os.environ.get("MASTER_ADDR", "")
-    found: list[str] = []
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((master or "localhost", 9))  # sends nothing; chooses the interface
-            found.append(probe.getsockname()[0])
-    except OSError as error:
-        logger.debug(f"no IPv4 route to MASTER_ADDR {master!r}: {error}")
-    if found and found[0].startswith("127.") and master in ("", "localhost", "127.0.0.1"):
+    if master == "localhost" or master.startswith("127."):
         return ["127.0.0.1"]
+    found = [_address_towards(name) for name in (master, _ELSEWHERE) if name]
     try:
         found.append(socket.gethostbyname(socket.gethostname()))
     except OSError as error:
         logger.debug(f"the host's name has no address: {error}")
-    return list(dict.fromkeys(found)) or ["127.0.0.1"]
+    outside = [address for address in dict.fromkeys(found) if address and not address.startswith("127.")]
+    return outside or ([] if master else ["127.0.0.1"])
+
+
+def _address_towards(host: str) -> str | None:
+    """This host's address on the way to ``host``. Nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            return probe.getsockname()[0]
+    except OSError as error:
+        logger.debug(f"no IPv4 route to {host}: {error}")
+        return None

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as torch_dist
 
 import deepspeed.comm as dist
-from deepspeed.comm import watchdog, watchdog_report
+from deepspeed.comm import watchdog, watchdog_peers, watchdog_report
 from deepspeed.comm.control import ControlChannel
 from deepspeed.comm.operation_log import RING, Lane, OperationLog, describe
 from deepspeed.comm.watchdog import CollectiveError, CollectiveTimeoutError
+from deepspeed.comm.watchdog_peers import own_hosts
 from unit.common import DistributedTest
 
 TIMEOUT = 1.5
@@ -128,6 +129,28 @@ def test_equal_stacks_are_told_once():
     text = watchdog_report.compose({rank: state_of(rank, ["a"]) for rank in range(3)})
     assert text.count("test_equal_stacks_are_told_once") == 1
     assert "ranks 0, 1, 2:" in text
+
+
+# ------------------------------------------------------------------ where a rank can be reached
+
+
+@pytest.mark.parametrize("master", ["localhost", "127.0.0.1", "127.0.1.1"])
+def test_ranks_of_one_host_talk_over_loopback(monkeypatch, master):
+    monkeypatch.setenv("MASTER_ADDR", master)
+    assert own_hosts() == ["127.0.0.1"]
+
+
+def test_other_hosts_are_not_told_loopback(monkeypatch):
+    """There it would mean the asking host, where nobody listens: a living rank would be taken for a dead one."""
+    addresses = {"node0": "127.0.1.1", "10.255.255.255": "192.0.2.7"}  # the first as Debian maps a host's own name
+    monkeypatch.setattr(watchdog_peers, "_address_towards", addresses.get)
+    monkeypatch.setattr(watchdog_peers.socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    assert own_hosts() == ["192.0.2.7"]
+    addresses.clear()
+    assert own_hosts() == []
+    monkeypatch.delenv("MASTER_ADDR")
+    assert own_hosts() == ["127.0.0.1"]
 
 
 # ------------------------------------------------------------------ ranks out of step
