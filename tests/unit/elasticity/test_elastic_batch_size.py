@@ -5,7 +5,9 @@ import json
 import random
 
 import pytest
+import torch
 
+import deepspeed
 from deepspeed.elasticity import (
     ElasticityConfig,
     ElasticityConfigError,
@@ -207,6 +209,13 @@ class TestBatchSizesOfAJob(DistributedTest):
         micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
         assert micro * steps * self.world_size == config.train_batch_size
         assert micro == max(m for m in (2, 3) if config.train_batch_size % (m * self.world_size) == 0)
+
+    def test_the_engine_accumulates_as_the_section_says(self):
+        config = elastic(micro_batch_sizes=[1], max_train_batch_size=12, max_gpus=12)
+        model = torch.nn.Linear(2, 1)
+        engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters()))
+        assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (12, 1)
+        assert engine.gradient_accumulation_steps() == 12 // self.world_size
 
     def test_a_world_size_that_does_not_fit_is_refused(self):
         config = elastic(micro_batch_sizes=[5], max_train_batch_size=5)
