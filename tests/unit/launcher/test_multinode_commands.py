@@ -305,6 +305,27 @@ def test_a_host_that_fails_ends_the_others_and_gives_its_status(tmp_path, monkey
     assert "b: ssh exited with exit code 5" in capfd.readouterr().err  # the launcher's own words are handed on
 
 
+@pytest.mark.parametrize("elastic", [[], ["--elastic_training", "--min_elastic_nodes", "1"]])
+def test_without_ssh_each_host_becomes_its_own_launch_step(tmp_path, monkeypatch, elastic):
+    became = []
+
+    def become(program, command, env):
+        became.append(command)
+        raise SystemExit  # execve does not return either
+
+    monkeypatch.setattr(os, "execve", become)
+    flags = [*two_hosts(tmp_path), "--no_ssh", "--node_rank", "1", "--master_port", "29511", *elastic]
+    with pytest.raises(SystemExit):
+        runner.main([*flags, "train.py", "--lr", "1"])
+    ((python, unbuffered, step, *words),) = became
+    assert (python, unbuffered, step) == (sys.executable, "-u", launch.__file__)
+    args = launch.parse_args(words)
+    assert (args.node_rank, args.master_addr, args.master_port) == (1, "a", 29511)
+    assert launch.decode_world_info(args.world_info) == {"a": [0], "b": [0]}
+    assert (args.training_script, args.training_script_args) == ("train.py", ["--lr", "1"])
+    assert (args.enable_elastic_training, args.min_elastic_nodes) == (bool(elastic), 1 if elastic else -1)
+
+
 def test_elastic_ranks_go_on_without_a_host_that_failed(tmp_path, monkeypatch, signals_restored):
     fake(tmp_path, "pdsh", "echo 'pdsh@here: b: ssh exited with exit code 5' >&2\nsleep 0.5\nexit 0\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
