@@ -26,6 +26,7 @@ from deepspeed.runtime.model_placement import cast_floating_inputs, partition_mo
 from deepspeed.runtime.python_gc import python_gc_manager
 from deepspeed.runtime.torch_autocast import autocast_dtype_of, autocast_if_enabled, init_autocast_params
 from deepspeed.utils import groups
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils.logging import log_dist, set_log_level_from_string
 
 
@@ -407,6 +408,8 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
             self._stepper.destroy()
             self._stepper = None
         self.monitor.close()
+        elif isinstance(offload := self.__dict__.get("optimizer"), DeepSpeedZeRoOffload):
+            offload.destroy()
         self.phases.close()
         python_gc_manager.release(self._gc_hold)
 

@@ -126,14 +126,19 @@ def stage_optimizer(
             ' If it works elementwise, set "zero_allow_untested_optimizer": true'
         )
     if config.zero_optimization_stage == 3:
-        return DeepSpeedZeroOptimizer_Stage3(
-            module,
-            basic,
-            param_names,
-            sub_group_size=config.zero_config.sub_group_size,
-            parameter_offload=parameter_offload(module, config, group),
-            **_partitioned_settings(config, schedule, group, mpu),
-        )
+        offload = parameter_offload(module, config, group)
+        try:
+            return DeepSpeedZeroOptimizer_Stage3(
+                module,
+                basic,
+                param_names,
+                sub_group_size=config.zero_config.sub_group_size,
+                parameter_offload=offload,
+                **_partitioned_settings(config, schedule, group, mpu),
+            )
+        except BaseException:
+            offload.destroy()  # an engine that never came to be must not leave its hooks on the model
+            raise
     zero = config.zero_config
     return DeepSpeedZeroOptimizer(
         basic,

@@ -310,7 +310,7 @@ class DeepSpeedZeRoOffload:
     """Gathers the weights of a partitioned model around its modules. Also what stage 3 without an optimizer steps with.
 
     Args:
-        module: all of whose parameters are partitioned over the same ranks.
+        module: all of whose parameters are partitioned over the same ranks; no other engine has it.
         prefetch_bucket_size, max_reuse_distance, max_live_parameters: see ``PartitionedParameterCoordinator``.
         param_persistence_threshold: parameters of at most so many elements stay whole once they were gathered,
         model_persistence_threshold: up to so many elements together.
@@ -350,6 +350,7 @@ class DeepSpeedZeRoOffload:
             prefetch_bucket_size, max_reuse_distance, max_live_parameters, secondary
         )
         self.shards = shards_of(module.parameters())
+        self._refuse_two_engines()
         for name, parameter in module.named_parameters():
             shard_of(parameter).name = repr(name)
         for ranks in {shard.ranks: None for shard in self.shards}:
@@ -364,6 +365,14 @@ class DeepSpeedZeRoOffload:
         self.backward_hooks: list[Any] = []
         self._guards: list[_GradientGuard] = []
         self.setup_zero_stage3_hooks()
+
+    def _refuse_two_engines(self) -> None:
+        taken = [name for name, p in self.module.named_parameters() if shard_of(p).coordinator is not None]
+        if taken:
+            raise RuntimeError(
+                f"the model's parameters ({taken[0]!r} and others) belong to an engine already; call its destroy()"
+                " before the model is given to another one"
+            )
 
     @property
     def param_coordinator(self) -> PartitionedParameterCoordinator:
@@ -487,7 +496,7 @@ class DeepSpeedZeRoOffload:
             if shard.coordinator is self.coordinator:
                 shard.coordinator = None
         for module in self.module.modules():
-            if isinstance(module._parameters, ZeROOrderedDict):
+            if isinstance(module._parameters, ZeROOrderedDict) and (UNIT not in module.__dict__ or self._knows(module)):
                 module._parameters = dict(module._parameters.items())
             if self._knows(module):
                 module._ds_unit.offload = None
