@@ -18,6 +18,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_checks import unsupported_features
+from deepspeed.runtime.engine_checkpoint import EngineCheckpoint
 from deepspeed.runtime.engine_config import EngineConfigAccessors
 from deepspeed.runtime.engine_monitor import StepEvents
 from deepspeed.runtime.engine_surface import EngineSurface, throughput_timer
@@ -25,12 +26,12 @@ from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.model_placement import cast_floating_inputs, partition_model, place_whole_model
 from deepspeed.runtime.python_gc import python_gc_manager
 from deepspeed.runtime.torch_autocast import autocast_dtype_of, autocast_if_enabled, init_autocast_params
-from deepspeed.utils import groups
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, set_log_level_from_string
 
 
-class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
+class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, torch.nn.Module):
     """Wraps a model for data-parallel training. Made by ``deepspeed.initialize``.
 
     ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()`` once per micro-batch; the engine knows which
@@ -407,9 +408,9 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, torch.nn.Module):
         if self._stepper is not None:
             self._stepper.destroy()
             self._stepper = None
-        self.monitor.close()
         elif isinstance(offload := self.__dict__.get("optimizer"), DeepSpeedZeRoOffload):
             offload.destroy()
+        self.monitor.close()
         self.phases.close()
         python_gc_manager.release(self._gc_hold)
 

@@ -110,8 +110,6 @@ _SAME_NAME_IN_ZERO = (
 
 # Public methods of the interface and the feature each belongs to.
 _UNBUILT: dict[str, str] = {
-    "save_checkpoint": "checkpoints",
-    "load_checkpoint": "checkpoints",
     "load_moe_state_dict": "mixture-of-experts checkpoints",
     "checkpoint_serialization_enabled": "checkpoints",
     "checkpoint_writer_enabled": "checkpoints",

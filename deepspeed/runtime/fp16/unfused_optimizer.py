@@ -132,8 +132,20 @@ class ReplicatedOptimizer(ZeROOptimizer):
             master.grad = None
         copy_each(low_precision, masters)
 
-    def _public_norm(self, norm: torch.Tensor | None) -> Any:
+    def public_norm(self, norm: torch.Tensor | None) -> Any:
         return None if norm is None else norm.item()
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether some weights have fp32 masters beside them."""
+        return any(master is not record.parameter for record, master in self.masters.items())
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Masters to weights, rounded."""
+        pairs = [(record.parameter, master) for record, master in self.masters.items()]
+        low = [(parameter, master) for parameter, master in pairs if master is not parameter]
+        copy_each([parameter for parameter, _ in low], [master for _, master in low])
 
     @torch.no_grad()
     def refresh_fp32_params(self) -> None:

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer state in a checkpoint, parameter by parameter, whatever stage and number of ranks wrote it.
+
+Each kind of file keeps, per rank, ranges of the flattened parameters. ``SavedState`` knows all ranges of all files and
+fills any other range from them, so that a checkpoint can be resumed at any stage on any number of ranks. Files are
+mapped, not read: a rank touches what it needs.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.storage import CheckpointError
+from deepspeed.runtime.gradients.layout import round_up, slice_numel
+
+MASTER = "fp32"
+
+
+@dataclass
+class SavedRange:
+    """Elements ``[begin, end)`` of a parameter, at ``offset`` of some flat tensors of one file."""
+
+    begin: int
+    end: int
+    offset: int
+    tensors: Mapping[str, torch.Tensor]  # by key: the master and what the optimizer keeps
+
+
+@dataclass
+class SavedParameter:
+    """Everything that was saved of one parameter."""
+
+    shape: torch.Size
+    ranges: list[SavedRange] = field(default_factory=list)
+    scalars: dict[str, Any] = field(default_factory=dict)  # entries without dimensions, such as step
+
+    def keys(self) -> set[str]:
+        """Names of the entries with one value per element."""
+        return {key for saved in self.ranges for key in saved.tensors}
+
+    def fill(self, key: str, target: torch.Tensor, begin: int, end: int) -> None:
+        """Write elements ``[begin, end)`` of an entry to ``target``, 1-D, cast to its dtype.
+
+        Raises:
+            CheckpointError: not all of them were saved.
+        """
+        filled = 0
+        for saved in self.ranges:
+            low, high = max(begin, saved.begin), min(end, saved.end)
+            if low < high and key in saved.tensors:
+                source = saved.tensors[key].narrow(0, saved.offset + low - saved.begin, high - low)
+                target[low - begin : high - begin].copy_(source)
+                filled += high - low
+        if filled != end - begin:
+            raise CheckpointError(f"{filled} of {end - begin} elements of {key!r} are in the files")
+
+    def whole(self, key: str) -> torch.Tensor:
+        """An entry in the parameter's shape, in the dtype it was saved in."""
+        dtype = next(saved.tensors[key].dtype for saved in self.ranges if key in saved.tensors)
+        flat = torch.empty(self.shape.numel(), dtype=dtype)
+        self.fill(key, flat, 0, flat.numel())
+        return flat.view(self.shape)
+
+
+def shared_out(shape: torch.Size, fragments: list[torch.Tensor]) -> SavedParameter:
+    """A parameter of which each rank has saved its padded ``1/ranks``."""
+    total, ranks = shape.numel(), len(fragments)
+    numel = slice_numel(total, ranks)
+    ranges = []
+    for rank, fragment in enumerate(fragments):
+        begin = min(rank * numel, total)
+        ranges.append(SavedRange(begin, min(begin + numel, total), 0, {MASTER: fragment.reshape(-1)}))
+    return SavedParameter(shape, ranges)
+
+
+@dataclass
+class SavedState:
+    """Optimizer state of a model.
+
+    ``param_groups`` are the settings of each parameter group; ``scaler`` the saved loss scaler, None without one.
+    """
+
+    parameters: dict[str, SavedParameter]
+    param_groups: list[dict[str, Any]]
+    scaler: Any = None
+
+
+Shapes = list[dict[str, torch.Size]]
+
+
+def read_zero_files(contents: Iterable[dict[str, Any]], param_shapes: Shapes) -> SavedState:
+    """State from the optimizer files of all ranks, in the order of ranks.
+
+    Args:
+        param_shapes: by parameter group, names and shapes in the order in which they were saved.
+
+    Raises:
+        CheckpointError: an arrangement that is not known.
+    """
+    files = [content["optimizer_state_dict"] for content in contents]
+    if not files:
+        raise CheckpointError("there are no optimizer files")
+    parameters = {name: SavedParameter(torch.Size(shape)) for group in param_shapes for name, shape in group.items()}
+    per_parameter = "fp32_flat_groups" in files[0]
+    for rank, file in enumerate(files):
+        read = _read_stage3 if per_parameter else _read_stage_1_and_2
+        read(file, rank, len(files), param_shapes, parameters)
+    inner = _inner_state(files[0])
+    return SavedState(parameters, _settings(inner["param_groups"]), files[0].get("loss_scaler"))
+
+
+def _inner_state(file: dict[str, Any]) -> dict[str, Any]:
+    inner = file["optimizer_state_dict"] if "fp32_flat_groups" in file else file["base_optimizer_state"]
+    if not isinstance(inner, dict) or "param_groups" not in inner:
+        raise CheckpointError("optimizer state of the kind elastic_checkpoint is not supported")
+    return inner
+
+
+def _settings(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in param_groups]
+
+
+def _entries(inner: dict[str, Any], index: int, master: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Elementwise entries of a flat group, the master among them, and the others."""
+    elementwise, scalars = {MASTER: master}, {}
+    for key, value in inner["state"].get(index, {}).items():
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            elementwise[key] = value.reshape(-1)
+        else:
+            scalars[key] = value
+    return elementwise, scalars
+
+
+def _read_stage3(
+    file: dict[str, Any], rank: int, ranks: int, param_shapes: Shapes, parameters: dict[str, SavedParameter]
+) -> None:
+    inner = _inner_state(file)
+    names = ((name, shape) for group in param_shapes for name, shape in group.items())
+    for index, master in enumerate(file["fp32_flat_groups"]):
+        elementwise, scalars = _entries(inner, index, master)
+        position = 0
+        while position < master.numel():
+            name, shape = next(names, (None, None))
+            if name is None:
+                raise CheckpointError(f"sub-group {index} holds more elements than the parameters on record")
+            total = torch.Size(shape).numel()
+            numel = slice_numel(total, ranks)
+            begin = min(rank * numel, total)
+            saved = parameters[name]
+            saved.ranges.append(SavedRange(begin, min(begin + numel, total), position, elementwise))
+            saved.scalars.update(scalars)
+            position += numel
+
+
+def _read_stage_1_and_2(
+    file: dict[str, Any], rank: int, ranks: int, param_shapes: Shapes, parameters: dict[str, SavedParameter]
+) -> None:
+    inner = _inner_state(file)
+    masters = file["single_partition_of_fp32_groups"]
+    flat_groups = file.get("flat_groups") or list(_flat_groups_of(param_shapes, ranks, file))
+    for index, (group, master) in enumerate(zip(flat_groups, masters)):
+        elementwise, scalars = _entries(inner, index, master)
+        slice_size = group["padded_numel"] // ranks
+        start = rank * slice_size
+        for name, offset in group["offsets"].items():
+            saved = parameters[name]
+            total = saved.shape.numel()
+            low, high = max(offset, start), min(offset + total, start + slice_size)
+            saved.scalars.update(scalars)
+            if low < high:
+                saved.ranges.append(SavedRange(low - offset, high - offset, low - start, elementwise))
+
+
+def _flat_groups_of(param_shapes: Shapes, ranks: int, file: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Where each parameter lies, for files that do not say so: end to end, padded to twice the ranks."""
+    paddings = file.get("param_alignment_paddings")
+    for index, group in enumerate(param_shapes):
+        offsets, position = {}, 0
+        for place, (name, shape) in enumerate(group.items()):
+            offsets[name] = position
+            position += torch.Size(shape).numel()
+            if paddings and paddings[index]:
+                position += paddings[index][place]
+        yield {"offsets": offsets, "padded_numel": round_up(position, 2 * ranks)}
+
+
+def read_whole_state(optimizer: dict[str, Any], names: list[list[str]], shapes: Mapping[str, torch.Size]) -> SavedState:
+    """State from a stage 0 file.
+
+    Args:
+        optimizer: the entry ``optimizer`` of the model file.
+        names: of the optimizer's parameters, by parameter group.
+        shapes: of these parameters.
+    """
+    inner = optimizer.get("optimizer_state_dict", optimizer)
+    masters = optimizer.get("fp32_groups")
+    if "fp32_groups_flat" in optimizer:
+        masters = [
+            list(flat.split([shapes[name].numel() for name in group]))
+            for flat, group in zip(optimizer["fp32_groups_flat"], names)
+        ]
+    parameters: dict[str, SavedParameter] = {}
+    for g, group in enumerate(names):
+        if len(inner["param_groups"]) <= g or len(inner["param_groups"][g]["params"]) != len(group):
+            raise CheckpointError(
+                "the saved optimizer has other parameter groups (sizes"
+                f" {[len(saved['params']) for saved in inner['param_groups']]}) than this one"
+                f" ({[len(names_of) for names_of in names]})"
+            )
+        for position, (name, index) in enumerate(zip(group, inner["param_groups"][g]["params"])):
+            elementwise: dict[str, torch.Tensor] = {}
+            scalars: dict[str, Any] = {}
+            if masters is not None:
+                elementwise[MASTER] = masters[g][position].reshape(-1)
+            for key, value in inner["state"].get(index, {}).items():
+                if isinstance(value, torch.Tensor) and value.numel() == shapes[name].numel() and key != "step":
+                    elementwise[key] = value.reshape(-1)
+                else:
+                    scalars[key] = value
+            whole = SavedRange(0, shapes[name].numel(), 0, elementwise)
+            parameters[name] = SavedParameter(shapes[name], [whole], scalars)
+    scaler = {key: value for key, value in optimizer.items() if key in _SCALER_KEYS}
+    return SavedState(parameters, _settings(inner["param_groups"]), scaler or None)
+
+
+_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "scale_window", "scale_factor")

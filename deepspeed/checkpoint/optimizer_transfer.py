@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between a live optimizer of any stage and what stands in checkpoint files."""
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.optimizer_state import MASTER, SavedParameter, SavedState, Shapes
+from deepspeed.checkpoint.storage import CheckpointError
+from deepspeed.git_version_info import version
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
+from deepspeed.runtime.fp16.unfused_optimizer import ReplicatedOptimizer
+from deepspeed.runtime.gradients.layout import FlatGroup
+from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer
+from deepspeed.runtime.zero.sharded_parameter import shard_of
+from deepspeed.utils.tensor_fragment import fragment_address
+
+# Of a torch optimizer's settings: how it computes on this device, not what.
+IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory of its own: files must hold this tensor and not the storage it is a view of."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def host_state(value: Any) -> Any:
+    """A nested state dict with all tensors in host memory."""
+    if isinstance(value, torch.Tensor):
+        return host_copy(value)
+    if isinstance(value, dict):
+        return type(value)((key, host_state(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value)(host_state(item) for item in value)
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------- to files
+
+
+def trained_shapes(optimizer: ZeROOptimizer) -> Shapes:
+    """Names and shapes of the trained parameters, by parameter group, in the order of the flat groups."""
+    shapes: Shapes = [OrderedDict() for _ in optimizer.param_groups]
+    for group in optimizer.reducer.layout.groups:
+        for record in group.records:
+            shapes[group.param_group][record.name] = record.shape
+    return shapes
+
+
+def partitioned_state(optimizer: PartitionedOptimizer, stage: int) -> dict[str, Any]:
+    """This rank's entry ``optimizer_state_dict`` of a file of masters and optimizer state (stages 1 to 3)."""
+    world_size = optimizer.reducer.channel.world_size
+    groups = optimizer.reducer.layout.groups
+    common = {
+        "zero_stage": stage,
+        "loss_scaler": optimizer.loss_scaler,
+        "dynamic_loss_scale": optimizer.dynamic_loss_scale,
+        "overflow": optimizer.overflow,
+        "clip_grad": optimizer.clip_grad,
+        "ds_version": version,
+    }
+    inner = host_state(optimizer.optimizer.state_dict())
+    masters = [master.detach().float() for master in optimizer.weights.masters]
+    if stage == 3:
+        return common | {
+            "partition_count": world_size,
+            "optimizer_state_dict": inner,
+            "fp32_flat_groups": [host_copy(master) for master in masters],
+        }
+    return common | {
+        "base_optimizer_state": inner,
+        "single_partition_of_fp32_groups": [
+            host_copy(master[: group.shard_numel - group.padding]) for master, group in zip(masters, groups)
+        ],
+        "group_paddings": [group.padding for group in groups],
+        "partition_count": [world_size] * len(groups),
+        "param_slice_mappings": [_slice_mapping(group) for group in groups],
+        "flat_groups": [_flat_group(group) for group in groups],
+    }
+
+
+def _slice_mapping(group: FlatGroup) -> "OrderedDict[str, fragment_address]":
+    return OrderedDict(
+        (record.name, fragment_address(numel=end - begin, start=start))
+        for _, record, begin, end, start in group.local_ranges()
+    )
+
+
+def _flat_group(group: FlatGroup) -> dict[str, Any]:
+    offsets = {record.name: offset for record, offset in zip(group.records, group.offsets)}
+    return {"offsets": offsets, "padded_numel": group.padded_numel, "param_group": group.param_group}
+
+
+def replicated_state(optimizer: ReplicatedOptimizer) -> dict[str, Any]:
+    """The entry ``optimizer`` of a stage 0 model file."""
+    inner = host_state(optimizer.optimizer.state_dict())
+    if not optimizer.has_masters:
+        return inner
+    scaler = optimizer.loss_scaler
+    state = {"dynamic_loss_scale": scaler.dynamic, "optimizer_state_dict": inner}
+    state["fp32_groups"] = [[host_copy(master) for master in group] for group in optimizer.fp32_groups]
+    return state | {key: value for key, value in vars(scaler).items() if isinstance(value, (int, float))}
+
+
+# ---------------------------------------------------------------------------------------------------- from files
+
+
+@torch.no_grad()
+def restore(optimizer: ZeROOptimizer, saved: SavedState) -> bool:
+    """Take masters, optimizer state, settings and loss scale from ``saved``; the model's weights do not follow yet.
+
+    Returns:
+        False when the masters were not saved (an fp32 model at stage 0, whose weights are its masters).
+
+    Raises:
+        CheckpointError: another model or other parameter groups; nothing was changed then.
+    """
+    _check_same_model(optimizer, saved)
+    if isinstance(optimizer, PartitionedOptimizer):
+        complete = _restore_partitioned(optimizer, saved)
+    else:
+        complete = _restore_replicated(optimizer, saved)
+    for group, settings in zip(optimizer.param_groups, saved.param_groups):
+        group.update({key: value for key, value in settings.items() if key not in IMPLEMENTATION})
+    _restore_scaler(optimizer.loss_scaler, saved.scaler)
+    return complete
+
+
+def _check_same_model(optimizer: ZeROOptimizer, saved: SavedState) -> None:
+    own = {record.name: record.shape for record in optimizer.reducer.ledger.records}
+    missing = [name for name in own if name not in saved.parameters]
+    unexpected = [name for name in saved.parameters if name not in own and saved.parameters[name].shape.numel()]
+    shapes = [
+        f"{name}: {tuple(saved.parameters[name].shape)} saved, {tuple(shape)} here"
+        for name, shape in own.items()
+        if name in saved.parameters and saved.parameters[name].shape != shape
+    ]
+    if missing or unexpected or shapes:
+        raise CheckpointError(
+            "the optimizer state in the checkpoint is of another model:"
+            f" missing {missing[:5]}, unexpected {unexpected[:5]}, other shapes {shapes[:5]}"
+            f" ({len(missing)}, {len(unexpected)} and {len(shapes)} in all). Load with load_optimizer_states=False to"
+            " take the weights alone"
+        )
+    if len(saved.param_groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the saved optimizer has {len(saved.param_groups)} parameter groups, this one"
+            f" {len(optimizer.param_groups)}"
+        )
+
+
+def _restore_partitioned(optimizer: PartitionedOptimizer, saved: SavedState) -> bool:
+    complete = True
+    for group in optimizer.reducer.layout.groups:
+        parts = [saved.parameters[record.name] for record in group.records]
+        keys = sorted(set().union(*(part.keys() for part in parts)))
+        stepped, master = optimizer.weights.stepped[group.index], optimizer.weights.masters[group.index]
+        state: dict[str, Any] = {}
+        for key in keys:
+            target = torch.zeros(group.shard_numel, dtype=stepped.dtype, device=master.device)
+            for position, _, begin, end, start in group.local_ranges():
+                parts[position].fill(key, target[start : start + end - begin], begin, end)
+            if key == MASTER:
+                master.copy_(target)
+            else:
+                state[key] = target
+        complete = complete and MASTER in keys
+        state |= {key: _scalar(key, value) for key, value in parts[0].scalars.items()}
+        if state:
+            optimizer.state[stepped] = state
+    return complete
+
+
+def _restore_replicated(optimizer: ReplicatedOptimizer, saved: SavedState) -> bool:
+    complete = True
+    for record, master in optimizer.masters.items():
+        part = saved.parameters[record.name]
+        state: dict[str, Any] = {}
+        for key in sorted(part.keys()):
+            target = master.data if key == MASTER else torch.zeros_like(master, requires_grad=False)
+            part.fill(key, target.view(-1), 0, record.numel)
+            if key != MASTER:
+                state[key] = target
+        complete = complete and MASTER in part.keys()
+        state |= {key: _scalar(key, value) for key, value in part.scalars.items()}
+        if state:
+            optimizer.state[master] = state
+    return complete
+
+
+@torch.no_grad()
+def restore_masters(optimizer: ZeROOptimizer, saved: SavedState) -> None:
+    """Take the masters alone."""
+    missing = [record.name for record in optimizer.reducer.ledger.records if record.name not in saved.parameters]
+    if missing:
+        raise CheckpointError(f"weights of {missing[:5]} ({len(missing)} in all) are not in the checkpoint")
+    if isinstance(optimizer, PartitionedOptimizer):
+        for group in optimizer.reducer.layout.groups:
+            master = optimizer.weights.masters[group.index].data
+            for _, record, begin, end, start in group.local_ranges():
+                saved.parameters[record.name].fill(MASTER, master[start : start + end - begin], begin, end)
+        return
+    for record, master in optimizer.masters.items():
+        saved.parameters[record.name].fill(MASTER, master.data.view(-1), 0, record.numel)
+
+
+@torch.no_grad()
+def fill_parameter(parameter: torch.nn.Parameter, saved: SavedParameter) -> None:
+    """Give a parameter that nobody trains its saved values, or this rank's part of them. No communication."""
+    shard = shard_of(parameter)
+    if shard is None:
+        parameter.data.copy_(saved.whole(MASTER))
+    else:
+        shard.write(saved.whole(MASTER).to(shard.device))
+
+
+def _scalar(key: str, value: Any) -> Any:
+    """torch's optimizers count steps in tensors; others may have saved a number."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return torch.tensor(float(value)) if key == "step" else value
+
+
+def _restore_scaler(scaler: LossScalerBase, saved: Any) -> None:
+    """Numbers of a saved loss scaler, where both are dynamic."""
+    if saved is None:
+        return
+    values = saved if isinstance(saved, dict) else vars(saved)
+    if scaler.dynamic and values.get("cur_scale") is not None:
+        for key in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
+            if key in values and key in vars(scaler):
+                setattr(scaler, key, values[key])
+
+
+def weights_follow(optimizer: ZeROOptimizer) -> None:
+    """Give the model the values of the masters. Collective."""
+    if isinstance(optimizer, PartitionedOptimizer):
+        optimizer.update_lp_params()
+    else:
+        optimizer.write_weights()
