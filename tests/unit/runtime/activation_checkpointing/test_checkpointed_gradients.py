@@ -20,6 +20,7 @@ import deepspeed
 from unit.common import DistributedTest
 from unit.graphs import (
     Batch,
+    Losses,
     ReusableNet,
     assert_gradients,
     expected_gradients,
@@ -96,7 +97,6 @@ def without_grad_in(part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 USES = (plain, reentrant, recomputed, nested, nested_kinds, without_grad_in)
 PAIRS = {
     torch.float32: tuple(pair for pair in itertools.product(USES, repeat=2) if pair != (plain, plain)),
-    # The rounding of bf16 adds up over the depth of a graph, with checkpoints and without.
     torch.bfloat16: ((reentrant, recomputed), (without_grad_in, reentrant), (plain, reentrant), (recomputed, plain)),
 }
 
@@ -110,41 +110,71 @@ def uncheckpointed(use: Use) -> Use:
     }.get(use, plain)
 
 
-def pair_of(batch: Batch, pairs: tuple[tuple[Use, Use], ...], replaced: bool) -> tuple[Use, Use]:
-    """Every pair once over the windows, a different one on each rank and in each micro-step."""
-    pair = pairs[(batch.window + 7 * batch.rank + 3 * batch.micro_step) % len(pairs)]
+def pairs_of(stage: int, dtype: torch.dtype) -> Callable[[Batch], tuple[Use, Use]]:
+    """Every pair once over the windows, a different one in each micro-step and, up to stage 2, on each rank. At stage 3
+    ranks gather weights together and must run the same modules."""
+    pairs = PAIRS[dtype]
+    per_rank = 7 if stage < 3 else 0
+    return lambda batch: pairs[(batch.window + per_rank * batch.rank + 3 * batch.micro_step) % len(pairs)]
+
+
+def pair_of(batch: Batch, choose: Callable[[Batch], tuple[Use, Use]], replaced: bool) -> tuple[Use, Use]:
+    pair = choose(batch)
     return tuple(uncheckpointed(use) for use in pair) if replaced else pair  # type: ignore[return-value]
 
 
 def losses_of(
-    name: str, pairs: tuple[tuple[Use, Use], ...], replaced: bool
+    name: str, choose: Callable[[Batch], tuple[Use, Use]], replaced: bool
 ) -> Callable[[Callable, nn.Module, Batch], Iterable[Tensor]]:
     """``replaced``: the losses of the reference, without checkpoints."""
 
     def one_after_the_other(call: Callable, module: AdaptedNet, batch: Batch) -> Iterable[Tensor]:
-        first, second = pair_of(batch, pairs, replaced)
+        first, second = pair_of(batch, choose, replaced)
         torch.manual_seed(batch.window + 10 * batch.rank + 100 * batch.micro_step)
         hidden = second(module.block, first(module.block, module.encoder(batch.x)))
         yield mse(module.heads[0](hidden), batch.target)
 
     def branches_and_outside(call: Callable, module: AdaptedNet, batch: Batch) -> Iterable[Tensor]:
         """Through the engine, through the bare module, and the block as it is."""
-        first, second = pair_of(batch, pairs, replaced)
+        first, second = pair_of(batch, choose, replaced)
         torch.manual_seed(batch.window + 10 * batch.rank + 100 * batch.micro_step)
         loss = mse(call(batch.x, use=first), batch.target)
         loss = loss + module(batch.y, head=1, use=second).square().mean()
         yield loss + module.block(module.encoder(batch.x + batch.y)).square().mean()
 
     def two_backwards(call: Callable, module: AdaptedNet, batch: Batch) -> Iterable[Tensor]:
-        first, second = pair_of(batch, pairs, replaced)
+        first, second = pair_of(batch, choose, replaced)
         torch.manual_seed(batch.window + 10 * batch.rank + 100 * batch.micro_step)
         yield mse(call(batch.x, use=first), batch.target)
         yield mse(module(batch.y, head=1, use=second), batch.target)
 
-    return {f.__name__: f for f in (one_after_the_other, branches_and_outside, two_backwards)}[name]
+    def nothing_behind(call: Callable, module: AdaptedNet, batch: Batch) -> Iterable[Tensor]:
+        """The first parameters that get a gradient get it inside of a checkpoint's backward."""
+        first, second = pair_of(batch, choose, replaced)
+        torch.manual_seed(batch.window + 10 * batch.rank + 100 * batch.micro_step)
+        yield second(module.block, first(module.block, module.encoder(batch.x))).square().mean()
+
+    graphs = (one_after_the_other, branches_and_outside, two_backwards, nothing_behind)
+    return {f.__name__: f for f in graphs}[name]
 
 
-GRAPHS = ("one_after_the_other", "branches_and_outside", "two_backwards")
+def expected_in(dtype: torch.dtype, module: nn.Module, losses: Losses, batches: list[Batch]) -> dict[str, Tensor]:
+    """Mean over the batches of what plain autograd computes: in float64, or, where the engine trains in bf16, in bf16,
+    since the rounding inside of these graphs is up to 2 % by itself. Collective."""
+    computed = torch.float64 if dtype is torch.float32 else dtype
+    module = whole_copy(module).cpu().to(computed)
+    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in module.named_parameters() if p.requires_grad}
+    for batch in batches:
+        for loss in losses(module, module, batch.map(lambda tensor: tensor.to(computed))):
+            module.zero_grad()
+            loss.backward()
+            for name, parameter in module.named_parameters():
+                if parameter.grad is not None:
+                    total[name] += parameter.grad.double() / len(batches)
+    return total
+
+
+GRAPHS = ("one_after_the_other", "branches_and_outside", "two_backwards", "nothing_behind")
 
 
 class TestCheckpointedGradients(DistributedTest):
@@ -159,24 +189,21 @@ class TestCheckpointedGradients(DistributedTest):
         engine = make_engine(AdaptedNet(), stage, dtype, accumulation=2, zero={"overlap_comm": stage == 2})
         ends: list[int] = []
         engine._stepper.backward_state.register_grad_acc_post_hook(lambda: ends.append(1))
-        pairs = PAIRS[dtype]
+        choose = pairs_of(stage, dtype)
         with unconfigured():
-            for window in range(max(len(pairs), 2 * len(GRAPHS))):
-                graph = GRAPHS[(window + stage) % len(GRAPHS)]
-                losses, reference = losses_of(graph, pairs, replaced=False), losses_of(graph, pairs, replaced=True)
+            for window in range(max(len(PAIRS[dtype]), 2 * len(GRAPHS))):
+                graph = GRAPHS[(window + window // len(PAIRS[dtype]) + stage) % len(GRAPHS)]
+                losses, reference = losses_of(graph, choose, replaced=False), losses_of(graph, choose, replaced=True)
                 ck.configure(None, contiguous_checkpointing=window % 2 == 1, num_checkpoints=1 + window % 4)
-                expected = expected_gradients(
-                    engine.module,
-                    reference,
-                    lambda rank, w=window: [make_batch(rank, w, step, dtype) for step in range(2)],
-                    2,
-                )
+                batches = [make_batch(r, window, step, dtype) for r in range(self.world_size) for step in range(2)]
+                expected = expected_in(dtype, engine.module, reference, batches)
                 ends.clear()
                 run_micro_step(engine, losses, form, my_batch(engine, window, 0, dtype))
                 engine.step()
                 run_micro_step(engine, losses, form, my_batch(engine, window, 1, dtype))
                 assert len(ends) == (4 if graph == "two_backwards" else 2), f"window {window}: {len(ends)} ends"
-                assert_gradients(engine, expected, dtype, f"window {window}")
+                worst, error = max_relative_error(full_gradients(engine), expected)
+                assert error <= {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype], f"window {window}: {worst}, {error}"
                 engine.step()
                 assert engine.was_step_applied()
 
@@ -202,7 +229,8 @@ class TestCheckpointedGradients(DistributedTest):
     def test_memory_stays_flat_over_branches(self, stage: int) -> None:
         """The runs in backward leave nothing behind: one activation a step would be seen."""
         engine = make_engine(AdaptedNet(), stage)
-        losses = losses_of("branches_and_outside", ((nested_kinds, reentrant), (nested, recomputed)), replaced=False)
+        pairs = ((nested_kinds, reentrant), (nested, recomputed))
+        losses = losses_of("branches_and_outside", lambda batch: pairs[batch.window % 2], replaced=False)
         held: list[int] = []
         with unconfigured(), HeldBytes() as counter:
             ck.configure(None, contiguous_checkpointing=True, num_checkpoints=4)
