@@ -350,7 +350,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         with profiler_range("deepspeed.norm"):
             norm = self._global_norm(shards)
             self.overflow = self._overflowed(norm, shards)
-        self._global_grad_norm = self._public_norm(norm)
+        self._global_grad_norm = self.public_norm(norm)
         self._clipped_grad_norm = None
         culprits = ""
         if self.overflow:
@@ -478,7 +478,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         for shard in shards:
             shard.mul_(factor)
 
-    def _public_norm(self, norm: torch.Tensor | None) -> Any:
+    def public_norm(self, norm: torch.Tensor | None) -> Any:
         """The norm as ``get_global_grad_norm`` returns it: 0-dim float32."""
         return None if norm is None else norm.float()
 

@@ -64,6 +64,11 @@ class EngineSurface:
         at stage 0 and on overflow (inf), None before the first step or without ``compute_grad_norm``."""
         return self._global_grad_norm
 
+    def get_clipped_grad_norm(self) -> Any:
+        """The same norm after clipping: of the gradient that the last step used. None also when it was skipped."""
+        stepper = self._stepper
+        return None if stepper is None else stepper.public_norm(stepper._clipped_grad_norm)
+
     def _get_optimizer_param(self, name: str) -> list[Any]:
         if self.basic_optimizer is None:
             return []

@@ -19,12 +19,27 @@ from deepspeed.runtime.gradients.layout import PerParameter, cut_groups, make_fl
 from deepspeed.runtime.gradients.ledger import Ledger
 from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.runtime.zero.flat_weights import ShardWeights
+from deepspeed.runtime.zero.memory_estimators import (
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
+from deepspeed.runtime.zero.memory_estimators import model_to_params_zero3 as model_to_params
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer, master_dtypes, refuse_unbuilt
 from deepspeed.runtime.zero.sharded_parameter import shard_of
 from deepspeed.runtime.zero.stage3_surface import Stage3Surface
 from deepspeed.utils.tensor_fragment import ParameterLink
+
+__all__ = [
+    "DeepSpeedZeroOptimizer_Stage3",
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+    "model_to_params",
+    "unwrap_model_for_generation",
+]
 
 
 class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
@@ -201,7 +216,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         shard.shard.copy_(value)
         self.parameter_offload.weights_written([shard])
 
-    def _public_norm(self, norm: torch.Tensor | None) -> Any:
+    def public_norm(self, norm: torch.Tensor | None) -> Any:
         """0-dim float64."""
         return norm
 
