@@ -190,11 +190,10 @@ class ControlChannel:
         return self._link
 
     def _failure(self, what: str, error: RuntimeError) -> RuntimeError:
-        kind = type(error) if isinstance(error, watchdog.CollectiveError) else RuntimeError
-        first, newline, report = str(error).partition("\n")
-        return kind(
-            f"rank {self.rank} of {self.world_size}: the ranks could not agree on {what} ({first}). Either a rank has "
-            "failed (look at the other ranks' logs for the first error) or the ranks did not make the same calls in "
-            "the same order. If a rank is only slow, raise DEEPSPEED_TIMEOUT or init_distributed(timeout=)."
-            f"{newline}{report}"
+        return watchdog.explained(
+            error,
+            f"rank {self.rank} of {self.world_size}: the ranks could not agree on {what}",
+            "Either a rank has failed (look at the other ranks' logs for the first error) or the ranks did not make the"
+            " same calls in the same order. If a rank is only slow, raise DEEPSPEED_TIMEOUT or"
+            " init_distributed(timeout=).",
         )

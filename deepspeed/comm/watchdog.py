@@ -55,6 +55,14 @@ class CollectiveTimeoutError(CollectiveError):
     """A rank has waited for others for longer than the timeout. The message has the report about all ranks."""
 
 
+def explained(error: RuntimeError, what: str, advice: str) -> RuntimeError:
+    """An error of the same kind as a failed wait's, that says ``what`` failed and what to do, with the report at the
+    end."""
+    kind = type(error) if isinstance(error, CollectiveError) else RuntimeError
+    first, newline, report = str(error).partition("\n")
+    return kind(f"{what} ({first}). {advice}{newline}{report}")
+
+
 class DeviceProbe:
     """Tells whether a device goes on: a mark is put at the end of its queue from time to time.
 

@@ -10,6 +10,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import watchdog
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.profiling import engine_phases as phases
 from deepspeed.profiling.engine_phases import EngineTimers
@@ -233,6 +234,7 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
             if is_boundary:
                 self._take_step(stepper, lr_kwargs or {})
             self.schedule.micro_steps += 1
+        watchdog.new_step()
         self.tput_timer.stop(global_step=is_boundary)
 
     def _take_step(self, stepper: ZeROOptimizer, lr_kwargs: dict[str, Any]) -> None:

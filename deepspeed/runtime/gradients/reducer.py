@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deepspeed.comm import watchdog
 from deepspeed.runtime.gradients import agreement, collectives
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.gradients.backward_scope import BackwardScope
@@ -94,6 +95,8 @@ class GradientReducer:
         self.settings = settings
         device = layout.groups[0].device if layout.groups else torch.device("cpu")
         self.order = order_for(device)
+        self.order.watch("gradient reduction")
+        self._lane = watchdog.lane(group, f"gradients of engine {ledger.serial}")
         self.pool = BufferPool(settings.persistent_buffers)
         self.buckets = self._make_buckets()
         self._buckets_of: list[list[Bucket]] = [[] for _ in ledger.records]
@@ -249,6 +252,7 @@ class GradientReducer:
             buffers.append(self._free_buffer(bucket, 1 - bucket.slot))
             scratch = buffers[1].data.narrow(0, 0, plan.numel)
         before, after = self._scales(bucket.comm_dtype)
+        self._lane.note("reduce bucket", bucket.label, key=bucket.position + 1)
         with torch.no_grad(), profiler_range(bucket.label):
             data = bucket.fill(buffers[0].data, self.order, self._factor, before)
             self.order.fork()
@@ -293,10 +297,12 @@ class GradientReducer:
         except RuntimeError as error:
             self._transport_failed = True
             names = [piece.record.name for piece in bucket.plan.pieces]
-            raise RuntimeError(
+            raise watchdog.explained(
+                error,
                 f"rank {self.ledger.rank}: gradient bucket {bucket.position + 1} of {len(self.buckets)} (parameters"
-                f" {names[0]} to {names[-1]}) was not reduced ({error}). Either another rank failed, whose log has the"
-                " first error, or the ranks did not call engine.backward() equally often"
+                f" {names[0]} to {names[-1]}) was not reduced",
+                "Either another rank failed, whose log has the first error, or the ranks did not call engine.backward()"
+                " equally often",
             ) from error
 
     def _shard(self, group_index: int) -> torch.Tensor:

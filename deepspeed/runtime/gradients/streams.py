@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from deepspeed.comm import watchdog
+
 
 class HostOrder:
     """No streams: operations happen in program order, a collective is awaited by the host."""
@@ -37,6 +39,9 @@ class HostOrder:
 
     def join(self) -> None:
         """Let the current stream wait for the side stream."""
+
+    def watch(self, name: str) -> None:
+        """Let the watchdog see that the side stream goes on."""
 
 
 class SideStream(HostOrder):
@@ -76,6 +81,9 @@ class SideStream(HostOrder):
 
     def join(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    def watch(self, name: str) -> None:
+        watchdog.watch_stream(self.stream, name)
 
 
 def order_for(device: torch.device) -> HostOrder:

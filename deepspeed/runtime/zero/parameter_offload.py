@@ -37,6 +37,7 @@ UNIT = "_ds_unit"
 FWD_MODULE_STACK: list[torch.nn.Module] = []  # modules of any engine that run forward now, innermost last
 
 _module_ids = itertools.count()
+_call_tokens = itertools.count(-1, -1)  # name calls of modules beside the modules themselves in ds_active_sub_modules
 _weights_by_place = torch.autograd.graph.saved_tensors_hooks(pack_weight, unpack_weight)
 
 
@@ -108,9 +109,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 class _Frame:
     """One running call of a module."""
 
-    __slots__ = ("place", "hooked", "fetched")
+    __slots__ = ("place", "hooked", "fetched", "token")
 
     def __init__(self) -> None:
+        self.token = next(_call_tokens)
         self.place: int | None = None  # in the learnt order
         self.hooked = False  # whether it set the hooks for saved tensors
         self.fetched: list[ShardedParameter] = []
@@ -130,6 +132,9 @@ class ModuleUnit:
         self.offload: DeepSpeedZeRoOffload | None = offload
         self.module = module
         self.whole = whole
+        # Code of others may hand a weight from forward to backward past autograd, as an attribute of a custom
+        # function's context: there all weights are whole until backward has left the module.
+        self.holds_in_backward = whole or runs_own_code(module)
         self.shards: list[ShardedParameter] = []
         self._unhooked = False  # whether it ever ran where saved weights could not be watched
         self._frames: list[_Frame] = []
@@ -152,7 +157,7 @@ class ModuleUnit:
 
     def needed_in_backward(self) -> list[ShardedParameter]:
         """Parameters whose values a graph will ask for."""
-        if self.whole or self._unhooked:
+        if self.holds_in_backward or self._unhooked:
             return self.shards
         return [shard for shard in self.shards if shard.saved and not shard.persistent]
 
@@ -178,8 +183,8 @@ class ModuleUnit:
         frame.place = coordinator.fetch_forward(module, frame.fetched)
         if grad:
             frame.hooked = self._watch_saved()
-            if self.whole:
-                self._watch_inputs((args, kwargs))
+            if self.holds_in_backward:
+                self._watch_inputs((args, kwargs), frame.token)
 
     def _watch_saved(self) -> bool:
         """Let graphs keep places of weights; True when this call has set the hooks."""
@@ -200,7 +205,7 @@ class ModuleUnit:
         if frame.hooked:
             _weights_by_place.__exit__()
         if frame.fetched:
-            self._watch_outputs(output)
+            self._watch_outputs(output, frame.token)
             if not self._frames:  # a module that calls itself is done with the outermost call
                 self.offload.coordinator.release_forward(module, frame.fetched, frame.place)
         self.offload.coordinator.end_forward()
@@ -219,35 +224,35 @@ class ModuleUnit:
 
     # ------------------------------------------------------------------ backward
 
-    def _watch_outputs(self, output: Any) -> None:
+    def _watch_outputs(self, output: Any, token: int) -> None:
         grad = torch.is_grad_enabled()
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 if grad:
-                    tensor.grad_fn.register_prehook(self.before_backward)
+                    tensor.grad_fn.register_prehook(functools.partial(self.before_backward, token))
             elif shard_of(tensor) is not None and FWD_MODULE_STACK:
                 # the module hands out a parameter itself: whoever called it uses it
                 _user_of(shard_of(tensor)).use_external(shard_of(tensor))
 
-    def before_backward(self, _: Any) -> None:
-        """Prehook of the nodes that made this module's outputs."""
+    def before_backward(self, token: int, _: Any = None) -> None:
+        """Prehook of the nodes that made this module's outputs in the call that ``token`` names."""
         if self.offload is None:
             return
         shards = self.needed_in_backward()
         coordinator = self.offload.coordinator
         coordinator.fetch_backward(self.module, shards)
-        if self.whole:
-            coordinator.hold_in_backward(shards, -1 - self.module.ds_id)
+        if self.holds_in_backward:
+            coordinator.hold_in_backward(shards, token)
 
-    def _watch_inputs(self, inputs: Any) -> None:
-        """Notice when backward has left this call of the module."""
+    def _watch_inputs(self, inputs: Any, token: int) -> None:
+        """Notice when backward has left this call of the module. Another call of it may have been entered by then."""
         nodes = {tensor.grad_fn for tensor in tensors_in(inputs) if tensor.grad_fn is not None}
         left = [len(nodes)]
 
         def reached(_: Any) -> None:
             left[0] -= 1
             if left[0] == 0 and self.offload is not None:
-                self.offload.coordinator.release_from_backward(self.shards, -1 - self.module.ds_id)
+                self.offload.coordinator.release_from_backward(self.shards, token)
 
         for node in nodes:
             node.register_prehook(reached)
@@ -431,7 +436,7 @@ class DeepSpeedZeRoOffload:
         module._ds_unit = unit
         if unit.shards or module is self.module or runs_own_code(module):
             self.forward_hooks += [
-                module.register_forward_pre_hook(unit.before_forward, with_kwargs=whole),
+                module.register_forward_pre_hook(unit.before_forward, with_kwargs=unit.holds_in_backward),
                 module.register_forward_hook(unit.after_forward, always_call=True),
             ]
 

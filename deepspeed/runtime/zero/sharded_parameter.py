@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.comm import watchdog
 from deepspeed.runtime.gradients import autograd_internals as autograd
 from deepspeed.runtime.gradients import collectives
 from deepspeed.runtime.gradients.layout import slice_numel
@@ -78,6 +79,7 @@ class ShardRanks:
         self.group = groups._get_gather_group(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self._lane = watchdog.lane(self.group, "weights")
         self.by_all_reduce = False  # stage3_use_all_reduce_for_fetch_params
         self.one_by_one = False  # stage3_allgather_sequential
         self.count = 0
@@ -89,6 +91,7 @@ class ShardRanks:
         """The side stream of gathers on a device."""
         if device not in self._orders:
             self._orders[device] = order_for(device)
+            self._orders[device].watch("gathers of weights")
         return self._orders[device]
 
     def note(self, shards: "list[ShardedParameter]") -> None:
@@ -97,6 +100,7 @@ class ShardRanks:
         digest = self.digest
         for shard in shards:
             digest = (digest * 1000003 + shard.parameter.ds_id + 1) & DIGEST_BITS
+        self._lane.note("gather weights", tuple(shard.name for shard in shards[:4]), key=digest & 0xFFFFFFFF)
         self.digest = digest
         self.recent.append((self.count, [shard.name for shard in shards]))
 
@@ -413,10 +417,11 @@ class Gather:
                 work.wait()
             except RuntimeError as error:
                 names = [shard.name for shard in self.shards]
-                raise RuntimeError(
+                raise watchdog.explained(
+                    error,
                     f"rank {self._ranks.rank}: weights of {names[0]} to {names[-1]} (gather number {self._ranks.count}"
-                    f" of this rank) did not arrive ({error}). Either another rank failed, whose log has the first"
-                    " error, or ranks ran different modules"
+                    " of this rank) did not arrive",
+                    "Either another rank failed, whose log has the first error, or ranks ran different modules",
                 ) from error
         self._works = []
         self._take_out()
