@@ -86,7 +86,7 @@ class MicroStep:
 
     forwards: tuple[Forward, ...]
     backwards: tuple[Backward, ...]
-    lazy_forwards: bool = False
+    lazy_forwards: bool = False  # each just before its first use
     deferred_by: str = ""  # no_sync or coalesce_grad_reduction around it
     zero_grad_after: bool = False
 
@@ -119,6 +119,10 @@ class Case:
     @property
     def steps(self) -> int:
         return self.config["gradient_accumulation_steps"]
+
+    @property
+    def stage(self) -> int:
+        return self.config["zero_optimization"]["stage"]
 
     @property
     def managed(self) -> bool:
@@ -198,18 +202,20 @@ def draw_case(seed: int) -> Case:
 
 
 def _draw_config(rng: random.Random, dtype: str) -> dict[str, Any]:
-    stage = rng.choice([0, 1, 1, 2, 2, 2])
+    stage = rng.choice([0, 1, 1, 2, 2, 2, 3, 3, 3])
     managed = rng.random() < 0.85
     zero: dict[str, Any] = {
         "stage": stage,
         "reduce_bucket_size": rng.choice([1, 7, 20, 64, 200, 500000000]),
-        "overlap_comm": rng.random() < 0.6 and (managed or stage == 2),
+        "overlap_comm": rng.random() < 0.6 and (managed or stage >= 2),
         "contiguous_gradients": rng.random() < 0.6,
         "reduce_scatter": rng.random() < 0.6,
         "round_robin_gradients": rng.random() < 0.3,
         "allgather_partitions": rng.random() < 0.8,
         "allgather_bucket_size": rng.choice([2, 64, 500000000]),
     }
+    if stage == 3:
+        zero.update(_draw_stage_3(rng))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
@@ -227,12 +233,27 @@ def _draw_config(rng: random.Random, dtype: str) -> dict[str, Any]:
         config["communication_data_type"] = rng.choice(["fp32", "fp32", "bf16"])
     if rng.random() < 0.2:
         config["data_types"] = {"grad_accum_dtype": rng.choice(["fp32", "fp32", "bf16"])}
-    if not (stage == 2 and zero["reduce_scatter"]):
+    if not (stage >= 2 and zero["reduce_scatter"]):
         if rng.random() < 0.25:
             config["prescale_gradients"] = True
         elif rng.random() < 0.25:
             config["gradient_predivide_factor"] = 2.0
     return config
+
+
+def _draw_stage_3(rng: random.Random) -> dict[str, Any]:
+    """Which weights stay whole, how far ahead they are gathered, how many at a time, how long they are kept."""
+    return {
+        "stage3_param_persistence_threshold": rng.choice([0, 0, 0, 10, 100_000]),
+        "stage3_model_persistence_threshold": rng.choice([20, 10**9]),
+        "stage3_prefetch_bucket_size": rng.choice([0, 10, 40, 200, 50_000_000]),
+        "stage3_max_live_parameters": rng.choice([0, 30, 100, 10**9]),
+        "stage3_max_reuse_distance": rng.choice([0, 20, 10**9]),
+        "sub_group_size": rng.choice([1, 10, 30, 10**9]),
+        "stage3_module_granularity_threshold": rng.choice([0, 0, 0, 15]),
+        "stage3_use_all_reduce_for_fetch_params": rng.random() < 0.2,
+        "stage3_allgather_sequential": rng.random() < 0.2,
+    }
 
 
 def _draw_blocks(rng: random.Random, dtype: str) -> tuple[tuple[str, int], ...]:
@@ -250,20 +271,8 @@ def _draw_blocks(rng: random.Random, dtype: str) -> tuple[tuple[str, int], ...]:
 def _draw_program(rng: random.Random, case: Case, depth: int = 3) -> Program:
     if depth == 0 or rng.random() < 0.2:
         return ("block", rng.randrange(len(case.blocks)))
-    kind = rng.choice(
-        [
-            "chain",
-            "chain",
-            "branches",
-            "branches",
-            "reentrant",
-            "reentrant",
-            "nonreentrant",
-            "detached",
-            "cut",
-            "on_ranks",
-        ]
-    )
+    kinds = ["chain", "chain", "branches", "branches", "reentrant", "reentrant", "nonreentrant", "detached", "cut"]
+    kind = rng.choice(kinds if case.stage == 3 else [*kinds, "on_ranks"])  # stage 3: all ranks run the same modules
     if kind in ("chain", "branches"):
         return (kind, *(_draw_program(rng, case, depth - 1) for _ in range(rng.randint(2, 3))))
     inner = _draw_program(rng, case, depth - 1)
@@ -306,12 +315,11 @@ def _draw_micro_step(rng: random.Random, case: Case, last: bool) -> MicroStep:
     forwards = tuple(_draw_forward(rng, case, i) for i in range(rng.choice([1, 1, 2, 2, 3])))
     most = 4 if not case.managed else 3
     backwards = [_draw_backward(rng, case, forwards) for _ in range(rng.randint(1, most))]
-    stage = case.config["zero_optimization"]["stage"]
     deferred = ""
     if rng.random() < 0.15:
-        if stage >= 1 and case.managed and rng.random() < 0.5:
+        if case.stage >= 1 and case.managed and rng.random() < 0.5:
             deferred = "coalesce_grad_reduction"
-        elif stage <= 1:
+        elif case.stage <= 1:
             deferred = "no_sync"
     for i, backward in enumerate(backwards):  # a graph is kept while a later backward needs it
         retain = any(set(backward.outputs) & set(later.outputs) for later in backwards[i + 1 :])
@@ -346,7 +354,9 @@ def _draw_backwards_of_some_ranks(rng: random.Random, case: Case, steps: list[Mi
 
     Such a backward may not be followed, in its window, by a reduction that all ranks start without asking each other.
     """
-    partitions = case.config["zero_optimization"]["stage"] == 2
+    if case.stage == 3:
+        return steps
+    partitions = case.stage == 2
     safe = True
     result = []
     for position in reversed(range(len(steps))):
@@ -368,7 +378,7 @@ def _draw_backwards_of_some_ranks(rng: random.Random, case: Case, steps: list[Mi
 
 def _draw_aborted(rng: random.Random, case: Case, step: MicroStep, last: bool) -> MicroStep:
     """Perhaps insert a backward that is aborted before anything of it was reduced, which training survives."""
-    reduces = not step.deferred_by and (last or case.config["zero_optimization"]["stage"] == 2)
+    reduces = not step.deferred_by and (last or case.stage >= 2)
     able = [f.index for f in step.forwards if f.route != "parameter" and f.input_requires_grad]
     if reduces or not able or rng.random() < 0.7:
         return step

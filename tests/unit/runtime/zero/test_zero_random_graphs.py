@@ -22,11 +22,13 @@ from deepspeed.runtime.gradients.reference import NaiveReducer
 from deepspeed.utils.tensor_fragment import safe_get_full_fp32_param, safe_get_full_grad
 from unit.common import DistributedTest
 from unit.delayed_transport import delayed_transport
+from unit.graphs import weights_of
 from unit.random_graphs import (
     DTYPES,
     LOSS_SCALE,
     Backward,
     Case,
+    MicroStep,
     MicroStepRun,
     RandomModel,
     Window,
@@ -83,11 +85,12 @@ def run_case(case: Case) -> None:
     """All windows of a case; AssertionError on the first wrong gradient."""
     torch.manual_seed(case.seed)
     engine = make_engine(case)
-    trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad and p.numel()}
-    with (
-        delayed_transport() if case.delayed else nullcontext() as works,
-        NaiveReducer(trained.items(), case.steps, dtype=torch.float64) as naive,
-    ):
+    trained = {
+        name: p for name, p in engine.module.named_parameters() if p.requires_grad and getattr(p, "ds_numel", p.numel())
+    }
+    with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+        naive = NaiveReducer(trained.items(), case.steps, dtype=torch.float64)
+    with delayed_transport() if case.delayed else nullcontext() as works, naive:
         for number, window in enumerate(case.windows):
             freeze(engine.module, window, True)
             copies = plain_copies(case, engine.module, window)
@@ -118,7 +121,8 @@ def plain_copies(case: Case, module: nn.Module, window: Window) -> dict[str, Ran
     copies = {}
     for name, dtype in ((case.dtype, DTYPES[case.dtype]), ("fp64", torch.float64)):
         copies[name] = RandomModel(case).to(dtype)
-        copies[name].load_state_dict(module.state_dict())
+        with deepspeed.zero.GatheredParameters(module.parameters()):
+            copies[name].load_state_dict(module.state_dict())
         freeze(copies[name], window, True)
     return copies
 
@@ -137,9 +141,9 @@ def engine_gradients(
         last = position == len(window.micro_steps) - 1
         if case.boundary_by_hand:
             engine.set_gradient_accumulation_boundary(last)
-        run_micro_step(
-            case, MicroStepRun(case, (number, position), engine, engine.module, engine.global_rank, False), naive
-        )
+        with deepspeed.zero.GatheredParameters(weights_in_hand(case, step, engine.module)):
+            run = MicroStepRun(case, (number, position), engine, engine.module, engine.global_rank, False)
+            run_micro_step(case, run, naive)
         if last and window.read_by == "accessor":
             gradients = {name: safe_get_full_grad(parameter).double() for name, parameter in trained.items()}
         before = engine.global_steps
@@ -157,6 +161,21 @@ def engine_gradients(
         gradients[name] = (masters[name].double() - after.double()) / rate
         rounding[name] = 2.0**-23 * after.norm().item() / rate
     return gradients, rounding
+
+
+def weights_in_hand(case: Case, step: MicroStep, module: RandomModel) -> list[nn.Parameter]:
+    """What a micro-step uses outside of any module's forward, which at stage 3 has to be held whole meanwhile."""
+    if case.stage < 3:
+        return []
+    coarse = case.config["zero_optimization"]["stage3_module_granularity_threshold"] > 0
+    held: dict[nn.Parameter, None] = {}
+    for forward in step.forwards:
+        if forward.route in ("parameter", "submodule"):
+            held[module.gain] = None
+        if forward.route == "parameter" or (forward.route == "submodule" and coarse):
+            # a submodule of one that is gathered as a whole gathers nothing itself
+            held.update(dict.fromkeys(module.blocks[forward.program[1]].parameters()))
+    return list(held)
 
 
 def rate_of(case: Case, module: nn.Module, name: str) -> float:
@@ -274,10 +293,11 @@ def reduction_tolerance(case: Case, window: Window) -> float:
 
 def check_weights(engine: Any, trained: dict[str, nn.Parameter]) -> None:
     """Every rank has the same weights, and they are the rounded masters."""
-    flat = torch.cat([parameter.detach().reshape(-1).float() for parameter in trained.values()])
+    weights = {name: weight for name, weight in weights_of(engine.module).items() if name in trained}
+    flat = torch.cat([weight.reshape(-1).float() for weight in weights.values()])
     everyone = [torch.empty_like(flat) for _ in range(torch_dist.get_world_size())]
     torch_dist.all_gather(everyone, flat)
     assert all(torch.equal(one, flat) for one in everyone), "ranks have different weights after the step"
     for name, parameter in trained.items():
         master = safe_get_full_fp32_param(parameter)
-        assert torch.equal(master.to(parameter.dtype), parameter.detach()), f"{name} is not its rounded master"
+        assert torch.equal(master.to(parameter.dtype), weights[name]), f"{name} is not its rounded master"
