@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient check must notice a broken reducer: each mutation breaks one thing on purpose and has to be found out.
+"""The gradient check must notice a broken reducer, and broken gathers of partitioned weights: each mutation breaks one
+thing on purpose and has to be found out.
 
 A mutation is found out by an error of the accounts or by a wrong number. Each runs twice: as it is, and with the
 accounts switched off, where the numbers alone must tell. The transport is delayed and buffers are born full of NaN, so
@@ -9,6 +10,7 @@ that forgetting to wait or to write zeros is not a matter of luck.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +26,13 @@ from deepspeed.runtime.gradients import buckets, collectives
 from deepspeed.runtime.gradients.arithmetic import deliver
 from deepspeed.runtime.gradients.backward_scope import BackwardScope
 from deepspeed.runtime.gradients.buckets import Bucket, CommBuffer
+from deepspeed.runtime.gradients.layout import BucketPlan, PerParameter
 from deepspeed.runtime.gradients.ledger import GradientAccountingError, Ledger, ParameterRecord, Phase
 from deepspeed.runtime.gradients.reducer import GradientReducer
-from deepspeed.utils.tensor_fragment import safe_get_full_grad
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, ZeROOrderedDict
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.sharded_parameter import Gather, SecondaryShard, ShardedParameter
+from deepspeed.utils.tensor_fragment import safe_get_full_fp32_param, safe_get_full_grad
 from unit.common import DistributedTest
 from unit.delayed_transport import BufferInFlightError, delayed_transport
 from unit.reference import max_relative_error
@@ -38,7 +44,7 @@ TOLERANCE = 1e-5
 
 
 class Model(nn.Module):
-    """A trunk that is used several times under reentrant checkpoints, two heads, and a side branch."""
+    """A trunk that is used several times under checkpoints of both kinds, two heads, and a side branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +53,8 @@ class Model(nn.Module):
         self.heads = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 4)])
 
     def forward(self, x: Tensor, uses: int, head: int) -> Tensor:
-        for _ in range(uses):
-            x = x + checkpoint(self.trunk, x, use_reentrant=True)
+        for use in range(uses):
+            x = x + checkpoint(self.trunk, x, use_reentrant=use % 2 == 0)
         return self.heads[head](x)
 
 
@@ -115,22 +121,30 @@ def run_aborted_backward(engine: Any) -> None:
         engine.backward(loss_of(engine, engine.module, ABORTED, shifted))
 
 
-def worst_error(stage: int) -> float:
-    """Train through all windows; the largest relative error of a gradient or of the gradient norm."""
+def masters_of(engine: Any) -> dict[str, Tensor]:
+    """The weights as the optimizer has them: at stage 3 what is gathered may differ when something is broken."""
+    return {name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
+
+
+def worst_error(stage: int, **zero: Any) -> float:
+    """Train through all windows; the largest relative error of a weight at the start, a gradient or its norm."""
     torch.manual_seed(7)
     model = Model()
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": STEPS,
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 24, "overlap_comm": True},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 24, "overlap_comm": True, **zero},
     }
+    if stage == 3:  # the biases stay whole, the matrices do not
+        config["zero_optimization"] |= {"stage3_param_persistence_threshold": 7, "stage3_prefetch_bucket_size": 40}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-    worst = 0.0
+    worst = max_relative_error(masters_of(engine), start)[1]
     for window in range(len(WINDOWS)):
-        expected = reference(window, engine.module.state_dict(), engine.world_size)
+        expected = reference(window, masters_of(engine), engine.world_size)
         if window == 2 and stage < 2:
             run_aborted_backward(engine)
         for position, calls in enumerate(WINDOWS[window]):
@@ -305,6 +319,102 @@ def aborted_backward_counts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GradientReducer, "abort_backward", lambda self, reason: self._park())
 
 
+def released_memory_is_reused(patch: pytest.MonkeyPatch) -> None:
+    """A weight is released too early: a graph still has a view of it."""
+    real = ShardedParameter.hide
+
+    def hide(self: ShardedParameter) -> None:
+        if self.full is not None:
+            self.full.fill_(math.nan)
+        real(self)
+
+    patch.setattr(ShardedParameter, "hide", hide)
+
+
+def released_in_use(patch: pytest.MonkeyPatch) -> None:
+    """A weight is released when its module begins, and not gathered again when the module asks for it."""
+    real = PartitionedParameterCoordinator.fetch_forward
+
+    def fetch_forward(
+        self: PartitionedParameterCoordinator, module: nn.Module, shards: list[ShardedParameter]
+    ) -> int | None:
+        place = real(self, module, shards)
+        self.release_forward(module, shards, None)
+        return place
+
+    patch.setattr(PartitionedParameterCoordinator, "fetch_forward", fetch_forward)
+    patch.setattr(ZeROOrderedDict, "__getitem__", OrderedDict.__getitem__)
+
+
+def stale_shard_gathered(patch: pytest.MonkeyPatch) -> None:
+    real = Gather._sources
+    first: dict[ShardedParameter, Tensor] = {}
+
+    def sources(self: Gather) -> list[Tensor]:
+        return [first.setdefault(shard, data.clone()) for shard, data in zip(self.shards, real(self))]
+
+    patch.setattr(Gather, "_sources", sources)
+
+
+def persistent_weights_left_stale(patch: pytest.MonkeyPatch) -> None:
+    real = DeepSpeedZeRoOffload.weights_written
+
+    def weights_written(self: DeepSpeedZeRoOffload, shards: list[ShardedParameter]) -> None:
+        real(self, [shard for shard in shards if not shard.persistent])
+
+    patch.setattr(DeepSpeedZeRoOffload, "weights_written", weights_written)
+
+
+def padding_read(patch: pytest.MonkeyPatch) -> None:
+    """The whole value ends with the padding instead of before it."""
+    real = ShardedParameter.show
+
+    def show(self: ShardedParameter, full: Tensor) -> None:
+        real(self, full)
+        self.parameter.data = full[full.numel() - self.numel :].view(self.shape)
+
+    patch.setattr(ShardedParameter, "show", show)
+
+
+def wrong_slice_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        ShardedParameter, "begin", property(lambda self: min(self.ranks.rank * self.slice_numel + 1, self.numel))
+    )
+
+
+def wrong_row_reduced(patch: pytest.MonkeyPatch) -> None:
+    """The slices of a gradient go to each other's owners."""
+    real = PerParameter._bucket
+
+    def bucket(self: PerParameter, *args: Any) -> BucketPlan:
+        plan = real(self, *args)
+        rows = range(0, plan.numel, plan.numel // self.world_size)
+        for piece in plan.pieces:
+            piece.offset = rows[-1 - piece.offset // rows.step] + piece.offset % rows.step
+        return plan
+
+    patch.setattr(PerParameter, "_bucket", bucket)
+
+
+def weights_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    def forget(self: Gather) -> None:
+        self._works = []
+        self._take_out()
+
+    patch.setattr(Gather, "_await", forget)
+
+
+def secondary_shard_not_refreshed(patch: pytest.MonkeyPatch) -> None:
+    real = SecondaryShard.keep
+
+    def keep(self: SecondaryShard, shard: ShardedParameter) -> None:
+        if self.data is None:
+            real(self, shard)
+        self.version = shard.version
+
+    patch.setattr(SecondaryShard, "keep", keep)
+
+
 def published_gradient_not_retracted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReplicatedOptimizer, "retract_gradients", lambda self: None)
 
@@ -314,7 +424,7 @@ class Mutation:
     """What is broken, at which stages that shows, and whether the numbers alone show it."""
 
     apply: Callable[[pytest.MonkeyPatch], None]
-    stages: tuple[int, ...] = (0, 1, 2)
+    stages: tuple[int, ...] = (0, 1, 2, 3)
     in_numbers: bool = True
 
 
@@ -328,7 +438,7 @@ MUTATIONS = [
     Mutation(contribution_lost),
     Mutation(firing_counted_twice, in_numbers=False),
     Mutation(unused_left_unwritten),
-    Mutation(gaps_left_unwritten, stages=(1, 2)),
+    Mutation(gaps_left_unwritten, stages=(1, 2, 3)),
     Mutation(parking_overwrites),
     Mutation(landing_overwrites),
     Mutation(hint_is_truth),
@@ -338,18 +448,30 @@ MUTATIONS = [
     Mutation(parked_kept_over_the_window),
     Mutation(aborted_backward_counts, stages=(0, 1)),
     Mutation(published_gradient_not_retracted, stages=(0,)),
+    Mutation(released_memory_is_reused, stages=(3,)),
+    Mutation(released_in_use, stages=(3,)),
+    Mutation(stale_shard_gathered, stages=(3,)),
+    Mutation(persistent_weights_left_stale, stages=(3,)),
+    Mutation(padding_read, stages=(3,)),
+    Mutation(wrong_slice_kept, stages=(3,)),
+    Mutation(wrong_row_reduced, stages=(3,)),
+    Mutation(weights_not_awaited, stages=(3,)),
 ]
 
 
-def verdict(stage: int) -> str:
+def verdict(stage: int, **zero: Any) -> str:
     """``right``, or how the scenario went wrong."""
     try:
         with delayed_transport():
-            error = worst_error(stage)
+            error = worst_error(stage, **zero)
     except GradientAccountingError:
         return "refused by the accounts"
     except BufferInFlightError:
         return "a buffer in flight was written"
+    except RuntimeError as error:
+        if stage < 3:
+            raise
+        return f"a weight was not there ({error})"
     return "right" if error < TOLERANCE else f"wrong by {error:.1e}"
 
 
@@ -367,7 +489,7 @@ class TestMutations(DistributedTest):
     world_size = 2
     reuse_dist_env = True
 
-    @pytest.mark.parametrize("stage", [0, 1, 2])
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
     def test_unbroken_is_right(self, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
         born_full_of_nan(monkeypatch)
         assert verdict(stage) == "right"
@@ -383,3 +505,14 @@ class TestMutations(DistributedTest):
             verdicts = {stage: verdict(stage) for stage in mutation.stages}
             assert "right" not in verdicts.values(), f"with the accounts switched off: {verdicts}"
         print(f"{mutation.apply.__name__}: {verdicts}")
+
+
+class TestSecondaryShards(DistributedTest):
+    """Backward gathers weights among pairs of ranks (hpZ)."""
+
+    world_size = 4
+
+    def test_a_stale_one_is_found_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert verdict(3, zero_hpz_partition_size=2) == "right"
+        secondary_shard_not_refreshed(monkeypatch)
+        assert verdict(3, zero_hpz_partition_size=2).startswith("wrong")

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed.comm.control import ControlChannel
 from deepspeed.runtime.gradients import collectives
 from unit.common import DistributedTest
+from unit.graphs import weights_of
 from unit.reference import max_relative_error, reference_gradients
 from unit.runtime import engine_cases as cases
 
@@ -108,10 +109,10 @@ def run(engine: Any, loss: Callable[[Blocks, Tensor], Tensor], window: int, gas:
     """One window: collectives of each backward, those of the step, agreements of the step. Values are checked."""
     world, rank = dist.get_world_size(), dist.get_rank()
     twin = Blocks()
-    twin.load_state_dict(engine.module.state_dict())
+    twin.load_state_dict(weights_of(engine.module))
     data = [[inputs_of(r, 10 * window + i) for i in range(gas)] for r in range(world)]
     expected = reference_gradients(twin, loss, data)
-    before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    before = weights_of(engine.module)
     per_backward = []
     for x in data[rank]:
         with Counted().counting() as counted:
@@ -120,10 +121,15 @@ def run(engine: Any, loss: Callable[[Blocks, Tensor], Tensor], window: int, gas:
         assert counted.agreements == 0, "engine.backward is called by every rank: nothing to agree on"
         with Counted().counting() as in_step:
             engine.step()
-    moved = {n: (before[n] - p.detach()) / 0.1 for n, p in engine.module.named_parameters()}
+    moved = {n: (before[n] - weight) / 0.1 for n, weight in weights_of(engine.module).items()}
     name, error = max_relative_error(moved, expected)
     assert error < 1e-4, f"update of {name} is off by {error:.2g}"
     return per_backward, sum(in_step.reduced.values()), in_step.agreements
+
+
+def asked_in_step(stage: int) -> int:
+    """Agreements of a step: whether all is reduced; at stage 3 before that whether ranks gathered the same weights."""
+    return 2 if stage == 3 else 1
 
 
 GRAPHS = [plain, reused, different_on_each_rank]
@@ -133,9 +139,9 @@ REENTRANT = [twice_checkpointed, checkpointed_and_used_outside]
 class TestCounts(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("stage", [0, 1, 2])
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
     def test_one_collective_per_bucket_and_backward(self, stage: int) -> None:
-        for loss in GRAPHS:
+        for loss in GRAPHS if stage < 3 else [plain, reused]:
             for size in (7, 30, 10**9):
                 gas = 3
                 engine = cases.make_engine(
@@ -143,13 +149,13 @@ class TestCounts(DistributedTest):
                 )
                 buckets = len(engine._stepper.reducer.buckets)
                 assert (buckets == 1) == (size == 10**9)
-                each = [buckets] * gas if stage == 2 else [0] * (gas - 1) + [buckets]
+                each = [buckets] * gas if stage >= 2 else [0] * (gas - 1) + [buckets]
                 for window in range(3):
                     case = f"{loss.__name__}, bucket size {size}, window {window}"
-                    assert run(engine, loss, window, gas) == (each, 0, 1), case
+                    assert run(engine, loss, window, gas) == (each, 0, asked_in_step(stage)), case
                 engine.destroy()
 
-    @pytest.mark.parametrize("stage", [0, 1, 2])
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
     def test_reentrant_checkpoints_correct_once_and_then_know(self, stage: int) -> None:
         """The first window expects one firing per parameter. A bucket that left before a later firing of one of its
         parameters is made good by one correcting round at the step, after which the firings are known."""
@@ -163,17 +169,19 @@ class TestCounts(DistributedTest):
                     assert corrections == buckets, "the small buckets of the twice fired block left after one firing"
                 for window in range(1, 4):
                     case = f"{loss.__name__}, bucket size {size}, window {window}"
-                    assert run(engine, loss, window, 1) == ([buckets], 0, 1), case
+                    assert run(engine, loss, window, 1) == ([buckets], 0, asked_in_step(stage)), case
                 engine.destroy()
 
-    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("stage", [1, 2, 3])
     def test_more_firings_than_ever_before_are_corrected(self, stage: int) -> None:
         engine = cases.make_engine(cases.make_config(stage, zero={"reduce_bucket_size": 7}), Blocks())
         buckets = len(engine._stepper.reducer.buckets)
         for window, (loss, corrections) in enumerate(
-            [(plain, 0), (twice_checkpointed, buckets), (plain, 0), (plain, 0), (different_on_each_rank, 0)]
+            [(plain, 0), (twice_checkpointed, buckets), (plain, 0), (plain, 0)]
+            + [(different_on_each_rank, 0)] * (stage < 3)
         ):
-            assert run(engine, loss, window, 1) == ([buckets], corrections, 1), (loss.__name__, window)
+            counts = ([buckets], corrections, asked_in_step(stage))
+            assert run(engine, loss, window, 1) == counts, (loss.__name__, window)
 
     def test_correcting_rounds_when_one_rank_alone_is_late(self) -> None:
         for stage in (0, 1, 2):
@@ -188,7 +196,7 @@ class TestCounts(DistributedTest):
             # expectations are each rank's own: rank 1 waits for two firings now, rank 0 for one
             assert run(engine, late_on_rank_one, 2, 1) == ([buckets], 0, 1)
 
-    @pytest.mark.parametrize("stage", [0, 1, 2])
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
     def test_plain_loss_backward_asks_once(self, stage: int) -> None:
         engine = cases.make_engine(cases.make_config(stage, zero={"reduce_bucket_size": 7}), Blocks())
         buckets = len(engine._stepper.reducer.buckets)
@@ -204,6 +212,9 @@ class TestCounts(DistributedTest):
             (1, 10**9, True, {"all_to_all_single"}),  # on gloo, slices are exchanged and summed
             (2, 7, True, {"reduce"}),
             (2, 7, False, {"all_reduce"}),
+            (3, 10**9, True, {"all_to_all_single"}),
+            (3, 7, True, {"all_to_all_single"}),  # every bucket has a slice for every rank
+            (3, 7, False, {"all_reduce"}),
         ):
             zero = {"reduce_bucket_size": size, "reduce_scatter": scatter}
             engine = cases.make_engine(cases.make_config(stage, zero=zero), Blocks())
@@ -221,19 +232,20 @@ class TestCounts(DistributedTest):
             engine.backward(plain(engine.module, x))
             plain(engine.module, x).backward()
         assert not counted.reduced and counted.agreements == 0
-        engine = cases.make_engine(cases.make_config(2, zero={"reduce_bucket_size": 7}), Blocks())
-        with Counted().counting() as counted, engine.coalesce_grad_reduction():
-            for _ in range(3):
-                engine.backward(plain(engine.module, x))
-            assert not counted.reduced
-        assert sum(counted.reduced.values()) == len(engine._stepper.reducer.buckets)
+        for stage in (2, 3):
+            engine = cases.make_engine(cases.make_config(stage, zero={"reduce_bucket_size": 7}), Blocks())
+            with Counted().counting() as counted, engine.coalesce_grad_reduction():
+                for _ in range(3):
+                    engine.backward(plain(engine.module, x))
+                assert not counted.reduced
+            assert sum(counted.reduced.values()) == len(engine._stepper.reducer.buckets)
 
 
 class TestOneRank(DistributedTest):
     world_size = 1
 
     def test_same_path_without_a_wire(self) -> None:
-        for stage in (0, 1, 2):
+        for stage in (0, 1, 2, 3):
             engine = cases.make_engine(cases.make_config(stage, zero={"reduce_bucket_size": 7}), Blocks())
             with Counted().counting() as counted:
                 engine.backward(plain(engine.module, inputs_of(0, 0)))
