@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base classes of the optimizers an engine steps with, and the tracking of backwards."""
 
+import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -447,7 +448,9 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         if not self.needs_scaler() or (scaler.is_exhausted() and not self.custom_loss_scaler):
             culprits = _listed(self._non_finite_parameters(shards))
         reason = culprits or "gradients overflowed"
-        log_dist(f"step skipped, {reason}" + (f"; loss scale was {scale}" if self.needs_scaler() else ""), ranks=[0])
+        level = logging.WARNING if culprits else logging.INFO  # a loss scale finds its place by overflows
+        note = f"; loss scale was {scale}" if self.needs_scaler() else ""
+        log_dist(f"step skipped, {reason}{note}", ranks=[0], level=level)
         return culprits
 
     def _non_finite_parameters(self, shards: list[torch.Tensor]) -> list[str]:
@@ -517,6 +520,17 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         """``value`` times the loss scale if it is a scalar with a gradient; anything else unchanged."""
         is_loss = isinstance(value, torch.Tensor) and value.numel() == 1 and value.grad_fn is not None
         return value.float() * self.loss_scale if is_loss and self.needs_scaler() else value
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
+        """As ``engine.backward``, which also reports and measures. Every rank calls it."""
+        state = self.backward_state
+        state.enter_backward(self.loss_scale if self.needs_scaler() else 1.0, scale_wrt_gas)
+        try:
+            self.scale_if_loss(loss).backward(retain_graph=retain_graph)
+        except BaseException as error:
+            state.abort_backward(f"{type(error).__name__} in optimizer.backward")
+            raise
+        state.exit_backward()
 
     # ------------------------------------------------------------------ torch optimizer surface
 

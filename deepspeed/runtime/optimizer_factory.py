@@ -9,9 +9,11 @@ import torch
 
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import constructor_arguments, without_auto
 from deepspeed.runtime.constants import MAX_GRAD_NORM
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer, ReplicatedOptimizer
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
@@ -24,6 +26,7 @@ from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
 
 UNBUILT_OPTIMIZERS = ("lamb", "lion", "muon", "muadam", "muadamw", "musgd")
+FUSED_ADAM = "FusedAdam"  # of this package or of apex
 ADAM_SWITCHES = ("fp32_optimizer_states", "bias_correction")  # of the config, both true by default
 
 
@@ -140,7 +143,8 @@ def stage_optimizer(
             offload.destroy()  # an engine that never came to be must not leave its hooks on the model
             raise
     zero = config.zero_config
-    return DeepSpeedZeroOptimizer(
+    cls = BF16_Optimizer if _accumulates_bf16_in_fp32(config) else DeepSpeedZeroOptimizer
+    return cls(
         basic,
         param_names,
         use_multi_rank_bucket_allreduce=zero.use_multi_rank_bucket_allreduce,
@@ -218,7 +222,6 @@ def _replicated(
     group: Any,
     mpu: Any,
 ) -> ReplicatedOptimizer:
-    fp16 = config.float16_config
     settings = ReductionSettings(
         every_backward=False,
         overlap=bool(config.zero_config.overlap_comm),
@@ -229,7 +232,8 @@ def _replicated(
         predivide=config.gradient_predivide_factor,
         prescale=config.prescale_gradients,
     )
-    cls = FP16_UnfusedOptimizer if fp16.enabled or config.bfloat16_config.enabled else ReplicatedOptimizer
+    low_precision = config.float16_config.enabled or config.bfloat16_config.enabled
+    cls = _sixteen_bit_class(basic) if low_precision else ReplicatedOptimizer
     return cls(
         basic,
         param_names,
@@ -242,6 +246,16 @@ def _replicated(
         check_overflow=_checks_overflow(config),
         mpu=mpu,
     )
+
+
+def _accumulates_bf16_in_fp32(config: DeepSpeedConfig) -> bool:
+    """Whether stage 1 goes by the name of ``BF16_Optimizer``, which is told apart by nothing but its attributes."""
+    stage_1 = config.zero_optimization_stage == 1
+    return stage_1 and config.bfloat16_config.enabled and config.grad_accum_dtype is torch.float32
+
+
+def _sixteen_bit_class(basic: torch.optim.Optimizer) -> type[FP16_UnfusedOptimizer]:
+    return FP16_Optimizer if type(basic).__name__ == FUSED_ADAM else FP16_UnfusedOptimizer
 
 
 def _checks_overflow(config: DeepSpeedConfig) -> bool:

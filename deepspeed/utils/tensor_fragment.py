@@ -59,11 +59,43 @@ class tensor_fragment:
             raise ValueError(f"{key} not found in optimizer state fragment")
         return self.optim_fragment[key]
 
+    def set_optim_state_fragment(self, flat_hp_partition: torch.Tensor, optim_fragment: dict) -> None:
+        """Take this parameter's part of each entry that is laid out like ``flat_hp_partition``; others as they are."""
+        begin, numel = self.hp_fragment_address.start, self.hp_fragment_address.numel
+        self.optim_fragment = {
+            key: value.narrow(0, begin, numel) if _alike(value, flat_hp_partition) else value
+            for key, value in optim_fragment.items()
+        }
+
     def get_hp_fragment_address(self) -> fragment_address:
         return self.hp_fragment_address
 
     def get_hp_fragment(self, optim_state_key: str | None = None) -> torch.Tensor:
         return self.hp_fragment if optim_state_key is None else self.get_optim_state_fragment(optim_state_key)
+
+
+def _alike(value: Any, flat: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == flat.shape
+
+
+class LiveFragment(tensor_fragment):
+    """Shows the optimizer's state as it is when asked."""
+
+    link: "ParameterLink"
+
+    @property
+    def optim_fragment(self) -> dict[str, Any] | None:
+        """This rank's part of each entry of the parameter's optimizer state; None before the first step."""
+        link = self.link
+        state = link.optimizer.optimizer.state.get(link.optimizer.state_owner(link))
+        if not state:
+            return None
+        return {key: link.own_part(v) if _alike(v, link.optimizer.state_owner(link)) else v for key, v in state.items()}
+
+    @optim_fragment.setter
+    def optim_fragment(self, value: dict | None) -> None:
+        if value is not None:
+            raise AttributeError("this fragment shows the optimizer's own state; use safe_set_full_optimizer_state")
 
 
 class ParameterLink:
@@ -123,6 +155,8 @@ def link_parameters(optimizer: Any) -> None:
         for position, record in enumerate(group.records):
             link = ParameterLink(optimizer, record, group, position)
             setattr(record.parameter, LINK, link)
+            for function in PARAMETER_METHODS:
+                setattr(record.parameter, function.__name__, _Method(function, record.parameter))
             optimizer.add_fragment(link)
 
 
@@ -131,7 +165,8 @@ def unlink_parameters(optimizer: Any) -> None:
     for record in optimizer.reducer.ledger.records:
         link = _link_of(record.parameter)
         if link is not None and link.leads_to(optimizer):
-            delattr(record.parameter, LINK)
+            for name in (LINK, *(function.__name__ for function in PARAMETER_METHODS)):
+                delattr(record.parameter, name)
             if hasattr(record.parameter, "_hp_mapping"):
                 del record.parameter._hp_mapping
 
@@ -143,11 +178,18 @@ def _link_of(param: torch.nn.Parameter) -> ParameterLink | None:
 def _own_gradient(link: ParameterLink) -> torch.Tensor:
     """This rank's elements of the true gradient, with everything pending reduced first (collective)."""
     optimizer = link.optimizer
+    deferred_by = optimizer.reducer.schedule.deferred_by
+    if deferred_by:
+        raise ValueError(
+            f"parameter {link.record.name!r}: inside {deferred_by} there is no gradient of all ranks yet, only what"
+            " safe_get_full_grad shows of this rank's; ask for it afterwards"
+        )
     optimizer.settle_gradients()
     reducer = optimizer.reducer
     if not reducer.ledger.reduced:
         raise ValueError(
-            f"parameter {link.record.name!r} has no gradient: no backward has run since the last step or zero_grad()"
+            f"parameter {link.record.name!r} has no gradient: no backward has run since the last step or zero_grad();"
+            " it exists from a backward to the step"
         )
     return link.own_part(reducer.shards[link.group.index])
 
@@ -249,6 +291,51 @@ def _state_entry(link: ParameterLink, key: str) -> torch.Tensor:
         known = ", ".join(sorted(state)) or "nothing, since no step has been made"
         raise ValueError(f"{key} not found in the optimizer state of parameter {link.record.name!r}; it holds {known}")
     return torch.as_tensor(state[key])
+
+
+# ----------------------------------------------------------------------------------------------- as methods
+
+
+def get_full_hp_param(self: torch.nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor | None:
+    """Method of each trained parameter: its whole fp32 master, or an entry of its optimizer state. Collective."""
+    if optim_state_key is None:
+        return safe_get_full_fp32_param(self)
+    return safe_get_full_optimizer_state(self, optim_state_key)
+
+
+def set_full_hp_param(self: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str | None = None) -> None:
+    """Method of each trained parameter: replace its fp32 master, or an entry of its optimizer state. Collective."""
+    if optim_state_key is None:
+        safe_set_full_fp32_param(self, value)
+    else:
+        safe_set_full_optimizer_state(self, value, optim_state_key)
+
+
+def get_full_hp_grad(self: torch.nn.Parameter) -> torch.Tensor | None:
+    """Method of each trained parameter: ``safe_get_full_grad``. Collective."""
+    return safe_get_full_grad(self)
+
+
+def set_full_hp_grad(self: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Method of each trained parameter: ``safe_set_full_grad``. Collective."""
+    safe_set_full_grad(self, value)
+
+
+PARAMETER_METHODS = (get_full_hp_param, set_full_hp_param, get_full_hp_grad, set_full_hp_grad)
+
+
+class _Method:
+    """A function as a method of one parameter, which it does not keep alive and is not pickled with."""
+
+    def __init__(self, function: Callable[..., Any], parameter: torch.nn.Parameter) -> None:
+        self._function = function
+        self._parameter = weakref.ref(parameter)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._parameter(), *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 # ----------------------------------------------------------------------------------------------- own partition only

@@ -5,6 +5,7 @@ The dynamic scale follows Micikevicius et al., "Mixed Precision Training" (2018)
 factor after a window of clean steps and shrinks on overflow once the hysteresis is used up.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -137,6 +138,65 @@ class DynamicLossScaler(LossScalerBase):
             self.cur_scale *= self.scale_factor
 
 
+DYNAMIC_DEFAULTS: dict[str, Any] = {
+    INITIAL_LOSS_SCALE: 2.0**16,
+    SCALE_WINDOW: 1000,
+    MIN_LOSS_SCALE: 1.0,
+    DELAYED_SHIFT: 2,
+    CONSECUTIVE_HYSTERESIS: False,
+}
+
+
+@dataclass
+class LossScaleConfig:
+    """What the loss scale of a 16-bit optimizer is and follows; the fields are those of the scaler.
+
+    Args:
+        low_precision_dtype: of the weights; only float16 has a loss scale.
+        dynamic_loss_scale: whether the scale adapts.
+        static_loss_scale: the scale where it does not.
+        dynamic_loss_args: arguments of ``DynamicLossScaler``; None: its defaults.
+        initial_dynamic_scale: first scale where it adapts and ``dynamic_loss_args`` names none.
+    """
+
+    low_precision_dtype: torch.dtype
+    dynamic_loss_scale: bool
+    static_loss_scale: float
+    dynamic_loss_args: dict[str, Any] | None
+    initial_dynamic_scale: float | None = field(default=None, kw_only=True)
+    use_grad_scaling: bool = field(init=False)
+    cur_scale: float = field(init=False)
+    cur_iter: int = field(default=0, init=False)
+    last_overflow_iter: int | None = field(default=None, init=False)
+    scale_factor: float | None = field(default=None, init=False)
+    scale_window: int | None = field(default=None, init=False)
+    min_loss_scale: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        arguments = DYNAMIC_DEFAULTS | (self.dynamic_loss_args or {})
+        if self.initial_dynamic_scale is not None and INITIAL_LOSS_SCALE not in (self.dynamic_loss_args or {}):
+            arguments[INITIAL_LOSS_SCALE] = self.initial_dynamic_scale
+        self.use_grad_scaling = self.low_precision_dtype is torch.float16
+        self._read(
+            CreateLossScaler(self.low_precision_dtype, self.static_loss_scale, self.dynamic_loss_scale, arguments)
+        )
+
+    def _read(self, scaler: LossScalerBase) -> None:
+        self.cur_scale = scaler.loss_scale
+        if isinstance(scaler, DynamicLossScaler):
+            self.cur_iter, self.last_overflow_iter = scaler.cur_iter, scaler.last_overflow_iter
+            self.scale_factor, self.scale_window = scaler.scale_factor, scaler.scale_window
+            self.min_loss_scale = scaler.min_scale
+
+    @classmethod
+    def of(cls, scaler: LossScalerBase, dtype: torch.dtype) -> "LossScaleConfig":
+        """The present state of ``scaler``."""
+        config = cls(dtype, scaler.dynamic, scaler.loss_scale, None)
+        config.use_grad_scaling = scaler.dynamic or scaler.loss_scale != 1.0
+        config._read(scaler)
+        return config
+
+
 def CreateLossScaler(
     dtype: torch.dtype,
     static_loss_scale: float,
@@ -148,12 +208,4 @@ def CreateLossScaler(
         return LossScaler(1.0)
     if not dynamic_scaling:
         return LossScaler(static_loss_scale)
-    arguments = {
-        INITIAL_LOSS_SCALE: 2.0**16,
-        SCALE_WINDOW: 1000,
-        MIN_LOSS_SCALE: 1.0,
-        DELAYED_SHIFT: 2,
-        CONSECUTIVE_HYSTERESIS: False,
-        **(dynamic_loss_args or {}),
-    }
-    return DynamicLossScaler(dtype=dtype, **arguments)
+    return DynamicLossScaler(dtype=dtype, **(DYNAMIC_DEFAULTS | (dynamic_loss_args or {})))

@@ -7,10 +7,16 @@ import torch
 
 from deepspeed.comm.control import ControlChannel
 from deepspeed.runtime.base_optimizer import ZeROOptimizer, make_records
-from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
+from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.gradients.autograd_internals import copy_each
-from deepspeed.runtime.gradients.layout import Replicated, make_flat_groups, master_dtype, records_in_model_order
+from deepspeed.runtime.gradients.layout import (
+    FlatGroup,
+    Replicated,
+    make_flat_groups,
+    master_dtype,
+    records_in_model_order,
+)
 from deepspeed.runtime.gradients.ledger import Ledger, ParameterRecord
 from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.runtime.parameter_handover import replace_parameters
@@ -55,13 +61,27 @@ class ReplicatedOptimizer(ZeROOptimizer):
         super().__init__(
             init_optimizer, reducer, param_names, frozen, loss_scaler, clip_grad, check_overflow, True, mpu
         )
-        self.masters: dict[ParameterRecord, torch.Tensor] = {record: _master_of(record.parameter) for record in records}
+        self.masters = self._make_masters(flat_groups)
         replace_parameters(init_optimizer, [[self.masters[record] for record in group] for group in record_groups])
         self._published: dict[ParameterRecord, tuple[torch.Tensor, int]] = {}
         before = self.backward_state.before_accumulation
         self._handles = [record.parameter.register_hook(before) for record in records]
         self.backward_state.register_grad_acc_post_hook(self.publish_gradients)
         link_parameters(self)
+
+    def _make_masters(self, groups: list[FlatGroup]) -> dict[ParameterRecord, torch.Tensor]:
+        return {record: _master_of(record.parameter) for group in groups for record in group.records}
+
+    @property
+    def fp16_groups(self) -> list[list[torch.nn.Parameter]]:
+        """The model's parameters, per parameter group."""
+        parameter_of = {id(master): record.parameter for record, master in self.masters.items()}
+        return [[parameter_of[id(master)] for master in group["params"]] for group in self.param_groups]
+
+    @property
+    def loss_scale_config(self) -> LossScaleConfig:
+        """The loss scale and what it follows, as they are now."""
+        return LossScaleConfig.of(self.loss_scaler, self.reducer.layout.groups[0].dtype)
 
     @property
     def fp32_groups(self) -> list[list[torch.Tensor]]:

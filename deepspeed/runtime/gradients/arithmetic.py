@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.gradients.autograd_internals import add_each
 
 CHUNK = 1 << 18  # elements: a scratch of one megabyte, few enough operator calls
-NORM_ROW = 1 << 14  # elements summed in fp32; a longer sum of squares loses what is added late on CPU
+NORM_ROW = 1 << 12  # elements summed in fp32; a longer sum of squares loses what is added late on CPU
 
 _kept = threading.local()  # one set per thread: two threads may train two engines
 

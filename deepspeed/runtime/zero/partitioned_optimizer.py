@@ -30,6 +30,11 @@ class PartitionedOptimizer(ZeROOptimizer):
         )
         weights.free_copies()
 
+    @property
+    def master_weights_and_grads_dtype(self) -> torch.dtype:
+        """dtype of the masters of the first flat group."""
+        return next((master.dtype for master in self.weights.masters), torch.float32)
+
     def create_gradient_handling_hooks(self) -> list[torch.utils.hooks.RemovableHandle]:
         """The post-accumulate-grad hooks through which every contribution is seen, one per trainable parameter.
 

@@ -1,13 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attributes of the stage 3 optimizer that outside code reads. All of them are views of state that lives elsewhere."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from deepspeed.runtime.gradients.layout import FlatGroup
 from deepspeed.runtime.zero.sharded_parameter import shard_of
-from deepspeed.utils.tensor_fragment import ParameterLink
+from deepspeed.utils.tensor_fragment import (
+    ParameterLink,
+    get_full_hp_param,
+    safe_get_full_grad,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_grad,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+    set_full_hp_param,
+)
 
 
 class Stage3Surface:
@@ -113,3 +127,56 @@ class Stage3Surface:
     def own_padded(self, link: ParameterLink, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of a parameter, padding included, out of a tensor laid out like the sub-group's shard."""
         return flat.narrow(0, link.shard_begin, shard_of(link.record.parameter).slice_numel)
+
+    def get_fp32_grad_for_param(self, param: torch.nn.Parameter) -> torch.Tensor | None:
+        """``safe_get_full_grad``. Collective."""
+        return safe_get_full_grad(param)
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: torch.nn.Parameter) -> None:
+        """``safe_set_full_grad``. Collective."""
+        safe_set_full_grad(param, value)
+
+    def update_fp32_grad_for_param_vectorized(
+        self,
+        update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor],
+        param_list: list[torch.nn.Parameter],
+    ) -> None:
+        """``safe_update_full_grad_vectorized``. Collective."""
+        safe_update_full_grad_vectorized(param_list, update_func)
+
+    def get_full_hp_param(self, param: torch.nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor | None:
+        """The whole master, or an entry of the optimizer's state. Collective."""
+        return get_full_hp_param(param, optim_state_key)
+
+    def set_full_hp_param(
+        self, value: torch.Tensor, param: torch.nn.Parameter, optim_state_key: str | None = None
+    ) -> None:
+        """Replace the master, or an entry of the optimizer's state. Collective."""
+        set_full_hp_param(param, value, optim_state_key)
+
+    def get_local_fp32_grad_for_param(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """``safe_get_local_grad``. Collective."""
+        return safe_get_local_grad(param)
+
+    def set_local_grad_for_param(self, value: torch.Tensor, param: torch.nn.Parameter) -> None:
+        """``safe_set_local_grad``. Collective."""
+        safe_set_local_grad(param, value)
+
+    def get_local_fp32_param(self, param: torch.nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor:
+        """This rank's partition of the master, or of an entry of the optimizer's state."""
+        if optim_state_key is None:
+            return safe_get_local_fp32_param(param)
+        return safe_get_local_optimizer_state(param, optim_state_key)
+
+    def set_local_hp_param(
+        self, value: torch.Tensor, param: torch.nn.Parameter, optim_state_key: str | None = None
+    ) -> None:
+        """Replace this rank's partition of the master (collective), or of an entry of the optimizer's state."""
+        if optim_state_key is None:
+            safe_set_local_fp32_param(param, value)
+        else:
+            safe_set_local_optimizer_state(param, value, optim_state_key)
+
+    def get_hp_param_device(self, param: torch.nn.Parameter, optim_state_key: str | None = None) -> torch.device:
+        """Where the master, or an entry of the optimizer's state, is kept."""
+        return self.get_local_fp32_param(param, optim_state_key).device

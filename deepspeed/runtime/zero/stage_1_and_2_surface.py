@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.utils.tensor_fragment import ParameterLink, fragment_address, tensor_fragment
+from deepspeed.utils.tensor_fragment import LiveFragment, ParameterLink, fragment_address
 
 
 class PartitionedOptimizerSurface:
@@ -23,7 +23,7 @@ class PartitionedOptimizerSurface:
         mapping = None
         if numel:
             parameter = link.record.parameter
-            mapping = tensor_fragment(
+            mapping = LiveFragment(
                 lp_fragment=parameter.data.view(-1).narrow(0, link.begin, numel),
                 lp_fragment_address=fragment_address(numel, link.begin),
                 hp_fragment=self.own_master(link),
@@ -33,6 +33,7 @@ class PartitionedOptimizerSurface:
                 use_offload=False,
                 param_group_index=link.group.param_group,
             )
+            mapping.link = link
         link.record.parameter._hp_mapping = mapping
 
     # ---------------------------------------------------- flat layout
