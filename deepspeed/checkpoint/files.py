@@ -12,11 +12,13 @@
 
 import os
 import re
+from collections.abc import Iterator
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
 MODEL_SUFFIX = "_model_states.pt"
 OPTIM_SUFFIX = "_optim_states.pt"
+_TAG_DEPTH = 2  # folders below the folder of checkpoints in which tags are looked for
 _OPTIM_FILE = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d\d)_?optim_states\.pt$")
 _SHARD_MODEL_FILE = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d\d)_model_states\.pt$")
 
@@ -30,6 +32,16 @@ def model_file(mp_rank: int, shard_rank: int | None = None) -> str:
 def optim_file(shard_rank: int, mp_rank: int, bf16: bool) -> str:
     """Name of a rank's file of masters and optimizer state."""
     return f"{'bf16_' if bf16 else ''}zero_pp_rank_{shard_rank}_mp_rank_{mp_rank:02d}{OPTIM_SUFFIX}"
+
+
+def is_optim_file(name: str) -> bool:
+    """Whether a file holds optimizer state, of whatever rank."""
+    return _OPTIM_FILE.match(name) is not None
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """Whether a file in the folder of a tag is part of the checkpoint, as far as the name tells."""
+    return name.endswith((MODEL_SUFFIX, "optim_states.pt")) or name == MANIFEST
 
 
 def find_optim_files(folder: str, mp_rank: int = 0) -> list[str]:
@@ -71,16 +83,21 @@ def read_latest(save_dir: str) -> str | None:
 
 
 def tags_in(save_dir: str) -> list[str]:
-    """Folders of ``save_dir`` that hold a model file, by age, oldest first."""
-    if not os.path.isdir(save_dir):
-        return []
-    tags = [name for name in os.listdir(save_dir) if not name.startswith(".") and _has_model_file(save_dir, name)]
-    return sorted(tags, key=lambda name: (os.path.getmtime(os.path.join(save_dir, name)), name))
+    """Folders below ``save_dir`` that hold a model file, by age, oldest first; also such as ``"run/step1"``."""
+    tags = sorted(_folders_with_model(save_dir, "", _TAG_DEPTH))
+    return sorted(tags, key=lambda name: os.path.getmtime(os.path.join(save_dir, name)))
 
 
-def _has_model_file(save_dir: str, tag: str) -> bool:
-    folder = os.path.join(save_dir, tag)
-    return os.path.isdir(folder) and any(name.endswith(MODEL_SUFFIX) for name in os.listdir(folder))
+def _folders_with_model(save_dir: str, below: str, depth: int) -> Iterator[str]:
+    if not os.path.isdir(os.path.join(save_dir, below)):
+        return
+    for entry in os.scandir(os.path.join(save_dir, below)):
+        if not entry.name.startswith(".") and entry.is_dir():
+            tag = f"{below}/{entry.name}" if below else entry.name
+            if any(name.endswith(MODEL_SUFFIX) for name in os.listdir(entry.path)):
+                yield tag
+            if depth > 1:
+                yield from _folders_with_model(save_dir, tag, depth - 1)
 
 
 def check_tag(tag: str) -> str:
@@ -91,4 +108,8 @@ def check_tag(tag: str) -> str:
     """
     if not tag or tag in (".", "..") or os.path.isabs(tag) or any(part in ("", ".", "..") for part in tag.split("/")):
         raise ValueError(f"checkpoint tag {tag!r} must name a folder inside the checkpoint folder")
+    if tag.startswith(".") or "\0" in tag or "\n" in tag:
+        raise ValueError(
+            f"checkpoint tag {tag!r}: names with a dot in front are for checkpoints that are being written"
+        )
     return tag

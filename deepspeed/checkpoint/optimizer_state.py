@@ -186,13 +186,19 @@ def _flat_groups_of(param_shapes: Shapes, ranks: int, file: dict[str, Any]) -> I
         yield {"offsets": offsets, "padded_numel": round_up(position, 2 * ranks)}
 
 
-def read_whole_state(optimizer: dict[str, Any], names: list[list[str]], shapes: Mapping[str, torch.Size]) -> SavedState:
+def read_whole_state(
+    optimizer: dict[str, Any],
+    names: list[list[str]],
+    shapes: Mapping[str, torch.Size],
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> SavedState:
     """State from a stage 0 file.
 
     Args:
         optimizer: the entry ``optimizer`` of the model file.
         names: of the optimizer's parameters, by parameter group.
         shapes: of these parameters.
+        weights: of the model, which are the masters where the file has none (fp32 models).
     """
     inner = optimizer.get("optimizer_state_dict", optimizer)
     masters = optimizer.get("fp32_groups")
@@ -214,6 +220,8 @@ def read_whole_state(optimizer: dict[str, Any], names: list[list[str]], shapes: 
             scalars: dict[str, Any] = {}
             if masters is not None:
                 elementwise[MASTER] = masters[g][position].reshape(-1)
+            elif weights is not None:
+                elementwise[MASTER] = weights[name].reshape(-1)
             for key, value in inner["state"].get(index, {}).items():
                 if isinstance(value, torch.Tensor) and value.numel() == shapes[name].numel() and key != "step":
                     elementwise[key] = value.reshape(-1)

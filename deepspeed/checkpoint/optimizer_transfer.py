@@ -12,29 +12,13 @@ from deepspeed.git_version_info import version
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.fp16.unfused_optimizer import ReplicatedOptimizer
-from deepspeed.runtime.gradients.layout import FlatGroup
+from deepspeed.runtime.gradients.layout import FlatGroup, master_dtype
 from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer
 from deepspeed.runtime.zero.sharded_parameter import shard_of
 from deepspeed.utils.tensor_fragment import fragment_address
 
 # Of a torch optimizer's settings: how it computes on this device, not what.
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
-
-
-def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory of its own: files must hold this tensor and not the storage it is a view of."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def host_state(value: Any) -> Any:
-    """A nested state dict with all tensors in host memory."""
-    if isinstance(value, torch.Tensor):
-        return host_copy(value)
-    if isinstance(value, dict):
-        return type(value)((key, host_state(item)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value)(host_state(item) for item in value)
-    return value
 
 
 # ---------------------------------------------------------------------------------------------------- to files
@@ -50,7 +34,10 @@ def trained_shapes(optimizer: ZeROOptimizer) -> Shapes:
 
 
 def partitioned_state(optimizer: PartitionedOptimizer, stage: int) -> dict[str, Any]:
-    """This rank's entry ``optimizer_state_dict`` of a file of masters and optimizer state (stages 1 to 3)."""
+    """This rank's entry ``optimizer_state_dict`` of a file of masters and optimizer state (stages 1 to 3).
+
+    Tensors are the live ones, where the dtype allows.
+    """
     world_size = optimizer.reducer.channel.world_size
     groups = optimizer.reducer.layout.groups
     common = {
@@ -61,18 +48,18 @@ def partitioned_state(optimizer: PartitionedOptimizer, stage: int) -> dict[str, 
         "clip_grad": optimizer.clip_grad,
         "ds_version": version,
     }
-    inner = host_state(optimizer.optimizer.state_dict())
-    masters = [master.detach().float() for master in optimizer.weights.masters]
+    inner = optimizer.optimizer.state_dict()
+    masters = [master.detach().to(master_dtype(master.dtype)) for master in optimizer.weights.masters]
     if stage == 3:
         return common | {
             "partition_count": world_size,
             "optimizer_state_dict": inner,
-            "fp32_flat_groups": [host_copy(master) for master in masters],
+            "fp32_flat_groups": masters,
         }
     return common | {
         "base_optimizer_state": inner,
         "single_partition_of_fp32_groups": [
-            host_copy(master[: group.shard_numel - group.padding]) for master, group in zip(masters, groups)
+            master[: group.shard_numel - group.padding] for master, group in zip(masters, groups)
         ],
         "group_paddings": [group.padding for group in groups],
         "partition_count": [world_size] * len(groups),
@@ -94,13 +81,13 @@ def _flat_group(group: FlatGroup) -> dict[str, Any]:
 
 
 def replicated_state(optimizer: ReplicatedOptimizer) -> dict[str, Any]:
-    """The entry ``optimizer`` of a stage 0 model file."""
-    inner = host_state(optimizer.optimizer.state_dict())
+    """The entry ``optimizer`` of a stage 0 model file, with the live tensors."""
+    inner = optimizer.optimizer.state_dict()
     if not optimizer.has_masters:
         return inner
     scaler = optimizer.loss_scaler
     state = {"dynamic_loss_scale": scaler.dynamic, "optimizer_state_dict": inner}
-    state["fp32_groups"] = [[host_copy(master) for master in group] for group in optimizer.fp32_groups]
+    state["fp32_groups"] = [[master.detach() for master in group] for group in optimizer.fp32_groups]
     return state | {key: value for key, value in vars(scaler).items() if isinstance(value, (int, float))}
 
 
@@ -117,7 +104,7 @@ def restore(optimizer: ZeROOptimizer, saved: SavedState) -> bool:
     Raises:
         CheckpointError: another model or other parameter groups; nothing was changed then.
     """
-    _check_same_model(optimizer, saved)
+    check_same_model(optimizer, saved)
     if isinstance(optimizer, PartitionedOptimizer):
         complete = _restore_partitioned(optimizer, saved)
     else:
@@ -128,15 +115,12 @@ def restore(optimizer: ZeROOptimizer, saved: SavedState) -> bool:
     return complete
 
 
-def _check_same_model(optimizer: ZeROOptimizer, saved: SavedState) -> None:
+def check_same_model(optimizer: ZeROOptimizer, saved: SavedState) -> None:
+    """CheckpointError for other names, shapes or parameter groups."""
     own = {record.name: record.shape for record in optimizer.reducer.ledger.records}
     missing = [name for name in own if name not in saved.parameters]
     unexpected = [name for name in saved.parameters if name not in own and saved.parameters[name].shape.numel()]
-    shapes = [
-        f"{name}: {tuple(saved.parameters[name].shape)} saved, {tuple(shape)} here"
-        for name, shape in own.items()
-        if name in saved.parameters and saved.parameters[name].shape != shape
-    ]
+    shapes = _other_shapes(own, saved)
     if missing or unexpected or shapes:
         raise CheckpointError(
             "the optimizer state in the checkpoint is of another model:"
@@ -151,30 +135,48 @@ def _check_same_model(optimizer: ZeROOptimizer, saved: SavedState) -> None:
         )
 
 
+def _other_shapes(own: dict[str, torch.Size], saved: SavedState) -> list[str]:
+    return [
+        f"{name}: {tuple(saved.parameters[name].shape)} saved, {tuple(shape)} here"
+        for name, shape in own.items()
+        if name in saved.parameters and saved.parameters[name].shape != shape
+    ]
+
+
 def _restore_partitioned(optimizer: PartitionedOptimizer, saved: SavedState) -> bool:
     complete = True
     for group in optimizer.reducer.layout.groups:
         parts = [saved.parameters[record.name] for record in group.records]
         keys = sorted(set().union(*(part.keys() for part in parts)))
-        stepped, master = optimizer.weights.stepped[group.index], optimizer.weights.masters[group.index]
+        stepped, master = optimizer.weights.stepped[group.index], optimizer.weights.masters[group.index].data
         state: dict[str, Any] = {}
         for key in keys:
-            target = torch.zeros(group.shard_numel, dtype=stepped.dtype, device=master.device)
-            for position, _, begin, end, start in group.local_ranges():
-                parts[position].fill(key, target[start : start + end - begin], begin, end)
             if key == MASTER:
-                master.copy_(target)
+                target = master
             else:
-                state[key] = target
+                target = state[key] = torch.zeros(group.shard_numel, dtype=stepped.dtype, device=master.device)
+            for position, _, begin, end, start in group.local_ranges():
+                # A parameter that never had a gradient may have no state beside others that do.
+                if key in parts[position].keys():
+                    parts[position].fill(key, target[start : start + end - begin], begin, end)
         complete = complete and MASTER in keys
-        state |= {key: _scalar(key, value) for key, value in parts[0].scalars.items()}
-        if state:
-            optimizer.state[stepped] = state
+        for part in reversed(parts):
+            state |= _scalars(part, optimizer.param_groups[group.param_group], master.device)
+        _set_state(optimizer, stepped, state)
     return complete
+
+
+def _set_state(optimizer: ZeROOptimizer, stepped: torch.Tensor, state: dict[str, Any]) -> None:
+    """State of one tensor that the inner optimizer steps on; an empty one is as before the first step."""
+    if state:
+        optimizer.state[stepped] = state
+    else:
+        optimizer.state.pop(stepped, None)
 
 
 def _restore_replicated(optimizer: ReplicatedOptimizer, saved: SavedState) -> bool:
     complete = True
+    settings = {record: group.param_group for group in optimizer.reducer.layout.groups for record in group.records}
     for record, master in optimizer.masters.items():
         part = saved.parameters[record.name]
         state: dict[str, Any] = {}
@@ -184,26 +186,35 @@ def _restore_replicated(optimizer: ReplicatedOptimizer, saved: SavedState) -> bo
             if key != MASTER:
                 state[key] = target
         complete = complete and MASTER in part.keys()
-        state |= {key: _scalar(key, value) for key, value in part.scalars.items()}
-        if state:
-            optimizer.state[master] = state
+        state |= _scalars(part, optimizer.param_groups[settings[record]], master.device)
+        _set_state(optimizer, master, state)
     return complete
 
 
 @torch.no_grad()
-def restore_masters(optimizer: ZeROOptimizer, saved: SavedState) -> None:
-    """Take the masters alone."""
-    missing = [record.name for record in optimizer.reducer.ledger.records if record.name not in saved.parameters]
-    if missing:
+def restore_masters(optimizer: ZeROOptimizer, saved: SavedState, strict: bool = True) -> None:
+    """Take the masters alone.
+
+    Raises:
+        CheckpointError: other shapes, or missing weights with ``strict``; nothing was changed then.
+    """
+    records = optimizer.reducer.ledger.records
+    missing = [record.name for record in records if record.name not in saved.parameters]
+    if missing and strict:
         raise CheckpointError(f"weights of {missing[:5]} ({len(missing)} in all) are not in the checkpoint")
+    shapes = _other_shapes({record.name: record.shape for record in records}, saved)
+    if shapes:
+        raise CheckpointError(f"weights in the checkpoint have other shapes: {shapes[:5]} ({len(shapes)} in all)")
     if isinstance(optimizer, PartitionedOptimizer):
         for group in optimizer.reducer.layout.groups:
             master = optimizer.weights.masters[group.index].data
             for _, record, begin, end, start in group.local_ranges():
-                saved.parameters[record.name].fill(MASTER, master[start : start + end - begin], begin, end)
+                if record.name in saved.parameters:
+                    saved.parameters[record.name].fill(MASTER, master[start : start + end - begin], begin, end)
         return
     for record, master in optimizer.masters.items():
-        saved.parameters[record.name].fill(MASTER, master.data.view(-1), 0, record.numel)
+        if record.name in saved.parameters:
+            saved.parameters[record.name].fill(MASTER, master.data.view(-1), 0, record.numel)
 
 
 @torch.no_grad()
@@ -216,11 +227,21 @@ def fill_parameter(parameter: torch.nn.Parameter, saved: SavedParameter) -> None
         shard.write(saved.whole(MASTER).to(shard.device))
 
 
-def _scalar(key: str, value: Any) -> Any:
-    """torch's optimizers count steps in tensors; others may have saved a number."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return torch.tensor(float(value)) if key == "step" else value
+def _scalars(part: SavedParameter, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Entries without dimensions. torch's optimizers count steps in tensors; others may have saved a number.
+
+    Args:
+        settings: of the parameter group: whether its implementation wants the count on the device.
+    """
+    on_device = settings.get("fused") or settings.get("capturable")
+    entries = {}
+    for key, value in part.scalars.items():
+        if key == "step" and not isinstance(value, torch.Tensor):
+            value = torch.tensor(float(value))
+        if isinstance(value, torch.Tensor):
+            value = value.detach().to(device if on_device else "cpu", copy=True)
+        entries[key] = value
+    return entries
 
 
 def _restore_scaler(scaler: LossScalerBase, saved: Any) -> None:

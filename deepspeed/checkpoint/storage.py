@@ -5,12 +5,22 @@ A file is written under another name, flushed to the disk, and renamed. A checkp
 last, names every file with its size.
 """
 
+import argparse
+import collections
+import datetime
 import json
+import mmap
 import os
+import pathlib
 import pickle
-from collections.abc import Iterable
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import numpy
 import torch
 
 from deepspeed.checkpoint.files import MANIFEST
@@ -20,11 +30,28 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 PART = ".part"
 # Classes in files of this format besides tensors and containers.
-_KNOWN_CLASSES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, torch.Size]
+_OWN_CLASSES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, torch.Size]
+# What scripts keep in a client state and schedulers in theirs; making one of them runs no code of the file's choice.
+_DATA_CLASSES = [
+    argparse.Namespace, collections.defaultdict, collections.deque, set, frozenset, slice, complex, pathlib.PosixPath,
+    pathlib.PurePosixPath, datetime.datetime, datetime.date, datetime.timedelta, datetime.timezone,
+]  # fmt: skip
+_MAX_READERS = 8
+
+
+def _numpy_classes() -> list[Any]:
+    """What arrays and numbers of numpy, such as its random state, are pickled with."""
+    rebuild, scalar = numpy.zeros(1).__reduce__()[0], numpy.float64(0).__reduce__()[0]
+    dtypes = [type(numpy.dtype(kind)) for kind in "?bBhHiIlLqQefdFD"]
+    return [rebuild, scalar, numpy.ndarray, numpy.dtype, *dict.fromkeys(dtypes)]
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be read: it is incomplete, damaged, or of another model."""
+
+
+class MissingCheckpointError(CheckpointError, AssertionError):
+    """There is no such checkpoint."""
 
 
 def sync_folder(folder: str) -> None:
@@ -36,15 +63,24 @@ def sync_folder(folder: str) -> None:
         os.close(handle)
 
 
-def write_tensors(path: str, content: Any) -> int:
-    """``torch.save`` that replaces ``path`` at once, when everything is on the disk; the size in bytes."""
+def write_tensors(
+    path: str, content: Any, open_stream: "Callable[[str], Any]" = partial(open, mode="wb"), keep: bool = True
+) -> int:
+    """``torch.save`` that replaces ``path`` at once, when everything is on the disk; the size in bytes.
+
+    Args:
+        open_stream: makes the stream that is written to, given a path.
+        keep: False for a stream that leaves no file.
+    """
     part = path + PART
-    with open(part, "wb") as stream:
+    with open_stream(part) as stream:
         torch.save(content, stream)
         stream.flush()
-        os.fsync(stream.fileno())
+        if keep:
+            os.fsync(stream.fileno())
         size = stream.tell()
-    os.replace(part, path)
+    if keep:
+        os.replace(part, path)
     return size
 
 
@@ -59,11 +95,12 @@ def write_text(path: str, text: str) -> None:
     sync_folder(os.path.dirname(path) or ".")
 
 
-def read_tensors(path: str, trust: bool = False) -> Any:
+def read_tensors(path: str, trust: bool = False, map_location: Any = "cpu") -> Any:
     """Contents of a file that ``write_tensors`` or DeepSpeed has written; tensors are read from the disk when used.
 
     Args:
         trust: also accept files that run code when they are read (other classes than tensors and plain data).
+        map_location: where tensors go, as for ``torch.load``.
 
     Raises:
         CheckpointError: the file is damaged, or holds something else and is not trusted.
@@ -71,8 +108,8 @@ def read_tensors(path: str, trust: bool = False) -> Any:
     if not os.path.isfile(path):
         raise FileNotFoundError(f"checkpoint file {path} does not exist")
     try:
-        with torch.serialization.safe_globals(_KNOWN_CLASSES):
-            return torch.load(path, map_location="cpu", weights_only=not trust, mmap=True)
+        with torch.serialization.safe_globals(_OWN_CLASSES + _DATA_CLASSES + _numpy_classes()):
+            return torch.load(path, map_location=map_location, weights_only=not trust, mmap=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"checkpoint file {path} holds objects that could run code when read ({error}). If you trust its source,"
@@ -87,27 +124,106 @@ def checkpoints_are_trusted() -> bool:
     return os.environ.get("DS_TRUST_CHECKPOINTS", "0") not in ("", "0")
 
 
+def sums_are_checked() -> bool:
+    """Whether loading compares checksums; it does unless ``DS_CHECKPOINT_VERIFY=0``."""
+    return os.environ.get("DS_CHECKPOINT_VERIFY", "1") not in ("", "0")
+
+
+def needs_trust(content: Any) -> set[str]:
+    """Classes in nested containers that a file cannot be read with unless it is trusted."""
+    if isinstance(content, dict):
+        content = [*content.keys(), *content.values()]
+    if isinstance(content, (list, tuple, set, frozenset, collections.deque)):
+        return set().union(*(needs_trust(item) for item in content))
+    kind = type(content)
+    plain = (int, float, bool, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.nn.Parameter)
+    if isinstance(content, argparse.Namespace):
+        return needs_trust(vars(content))
+    if kind in plain or kind in _OWN_CLASSES or kind in _DATA_CLASSES or isinstance(content, torch.Tensor):
+        return set()
+    if isinstance(content, (numpy.ndarray, numpy.generic)) and content.dtype.kind in "?biufc":
+        return set()
+    return {f"{kind.__module__}.{kind.__qualname__}"}
+
+
+def compare_sums(path: str) -> None:
+    """Compare the contents of a file of ``torch.save`` with the checksums in it, one thread per large tensor.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    try:
+        with (
+            open(path, "rb") as stream,
+            zipfile.ZipFile(stream) as archive,
+            mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped) as view,
+            ThreadPoolExecutor(min(_MAX_READERS, os.cpu_count() or 1)) as pool,
+        ):
+            records = archive.infolist()
+            wrong = [
+                record.filename
+                for record, sum_there in zip(records, pool.map(_sum_of(view), records))
+                if sum_there != record.CRC
+            ]
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise CheckpointError(f"file {path} is damaged ({error})") from error
+    if wrong:
+        raise CheckpointError(f"file {path} is damaged: contents of {wrong[:3]} do not match their checksums")
+
+
+def _sum_of(file: memoryview) -> "Callable[[zipfile.ZipInfo], int]":
+    def compute(record: zipfile.ZipInfo) -> int:
+        # A record lies behind a header of 30 bytes, its name and an extra field of its own length.
+        lengths = file[record.header_offset + 26 : record.header_offset + 30]
+        name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
+        begin = record.header_offset + 30 + name + extra
+        with file[begin : begin + record.file_size] as content:
+            return zlib.crc32(content)
+
+    return compute
+
+
 def write_manifest(folder: str, sizes: dict[str, int]) -> None:
     """The last file of a checkpoint: with it, it is whole."""
     write_text(os.path.join(folder, MANIFEST), json.dumps({"files": sizes}, indent=1, sort_keys=True) + "\n")
 
 
-def faults_of(folder: str, needed: Iterable[str] = ()) -> list[str]:
+def read_manifest(folder: str) -> dict[str, int] | None:
+    """Names and sizes of the files of a checkpoint; None where there is no manifest.
+
+    Raises:
+        CheckpointError: it is not one.
+    """
+    path = os.path.join(folder, MANIFEST)
+    if not os.path.isfile(path):
+        return None
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return {str(name): int(size) for name, size in json.load(stream)["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+
+
+def faults_of(folder: str, needed: Iterable[str] = (), only: Callable[[str], bool] = lambda name: True) -> list[str]:
     """What is wrong with the files of a checkpoint, as far as names and sizes tell; empty when it is whole.
 
     Args:
         needed: files that must be there where no manifest says which (checkpoints of DeepSpeed have none).
+        only: which files matter.
     """
-    path = os.path.join(folder, MANIFEST)
     if not os.path.isdir(folder):
         return [f"folder {folder} does not exist"]
-    if os.path.isfile(path):
-        with open(path, encoding="utf-8") as stream:
-            sizes = json.load(stream)["files"]
-    else:
+    try:
+        sizes: dict[str, Any] | None = read_manifest(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    if sizes is None:
         sizes = dict.fromkeys(needed)
     faults = []
     for name, size in sizes.items():
+        if not only(name):
+            continue
         file = os.path.join(folder, name)
         if not os.path.isfile(file):
             faults.append(f"{name} is missing")

@@ -2,16 +2,16 @@
 """Saving and loading checkpoints; formats and files are in ``deepspeed.checkpoint``."""
 
 import os
-import shutil
 import socket
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.checkpoint import files, optimizer_transfer, storage
+from deepspeed.checkpoint import files, folders, optimizer_transfer, storage
 from deepspeed.checkpoint.optimizer_state import (
     MASTER,
     SavedParameter,
@@ -20,26 +20,27 @@ from deepspeed.checkpoint.optimizer_state import (
     read_zero_files,
     shared_out,
 )
-from deepspeed.checkpoint.storage import CheckpointError
+from deepspeed.checkpoint.storage import CheckpointError, MissingCheckpointError
 from deepspeed.comm.control import ControlChannel
 from deepspeed.git_version_info import version
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine, unfinished
+from deepspeed.runtime.checkpoint_engine.unfinished import UnfinishedSave
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.sharded_parameter import shard_of
 from deepspeed.runtime.zero.utils import is_zero_param
 from deepspeed.runtime.zero.whole_state import load_whole_weights
-from deepspeed.utils.logging import log_dist, logger
+from deepspeed.utils.logging import logger
 
-STAGING = ".saving-"
-REPLACED = ".replaced-"
+_Result = TypeVar("_Result")
 # Top-level keys of a model file that are the engine's and not handed to the caller.
 _OWN_KEYS = {
     "module", "skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd",
 }  # fmt: skip
 
 
-class MissingCheckpointError(CheckpointError, AssertionError):
-    """There is no such checkpoint."""
+def _nothing() -> None:
+    """What ranks do that only take part in an agreement."""
 
 
 class EngineCheckpoint:
@@ -53,6 +54,7 @@ class EngineCheckpoint:
     data_parallel_group: Any
     dp_world_size: int
     local_rank: int
+    checkpoint_engine: CheckpointEngine
     global_steps: int
     global_samples: int
     skipped_steps: int
@@ -69,7 +71,10 @@ class EngineCheckpoint:
     ) -> bool:
         """Write everything that a later run needs to go on. Every rank calls it.
 
-        The files are written beside the checkpoints that exist; ``latest`` moves when all of them are on the disk.
+        The files are written beside the checkpoints that exist; ``latest`` moves when all of them are on the disk. With
+        ``checkpoint.writer.decoupled`` they are written while training goes on: values are those of this call, and
+        the checkpoint appears at a boundary ``step()``, at the latest with the next save or load or the end of the
+        engine or the program.
 
         Args:
             save_dir: folder of checkpoints.
@@ -82,10 +87,11 @@ class EngineCheckpoint:
             True.
 
         Raises:
-            ValueError: an empty ``save_dir``, or a tag that leaves it.
+            ValueError: an empty ``save_dir``, a tag that leaves it, or the tag ``latest`` with ``save_latest``.
             KeyError: ``client_state`` has an entry ``checkpoint_parallel_dimensions``.
             AssertionError: tags differ between ranks, with ``checkpoint.tag_validation: FAIL``; or no optimizer.
-            CheckpointError: on every rank, when some rank could not write; what existed is untouched.
+            CheckpointError: on every rank, when some rank could not write this one, or the one before that was still
+                being written; what existed is untouched.
         """
         if not save_dir:
             raise ValueError("save_checkpoint needs a folder, got an empty save_dir")
@@ -93,28 +99,78 @@ class EngineCheckpoint:
         tag = files.check_tag(str(tag) if tag is not None else f"global_step{self.global_steps}")
         if client_state and "checkpoint_parallel_dimensions" in client_state:
             raise KeyError("client_state must not have the entry 'checkpoint_parallel_dimensions'")
+        if save_latest and tag.split("/")[0] == files.LATEST:
+            raise ValueError(f"checkpoint tag {tag!r} is the name of the file that names the last checkpoint")
         channel = self._checkpoint_channel()
-        self._check_tags(channel, tag)
-        staging = os.path.join(save_dir, STAGING + tag.replace("/", "_"))
-        leader = self._leads_storage()
-        self._everywhere(channel, lambda: _make_empty(staging) if leader else None, f"make {staging}")
-        contents = self._contents(stepper, client_state or {}, exclude_frozen_parameters)
-        sizes = self._everywhere(
-            channel,
-            lambda: {name: storage.write_tensors(os.path.join(staging, name), item) for name, item in contents.items()},
-            f"write into {staging}",
+        unfinished.finish(channel)
+        tag = self._agreed_tag(channel, tag)
+        _warn_about_classes(client_state or {})
+        # The folder must be the same one when the writer comes to it, wherever the program has gone by then.
+        save = self._begin_save(channel, CheckpointCommitInfo(tag, os.path.abspath(save_dir), save_latest))
+        self._hand_over(
+            channel, save, lambda: self._contents(stepper, client_state or {}, exclude_frozen_parameters)
         )
-        nodes = channel.gather(self._storage_node(), "where each rank writes")
-        here = {
-            name: size for node, own in zip(nodes, sizes) if node == self._storage_node() for name, size in own.items()
-        }
-        target = os.path.join(save_dir, tag)
-        self._everywhere(channel, lambda: _finish(staging, target, here) if leader else None, f"finish {target}")
-        if save_latest:
-            latest = os.path.join(save_dir, files.LATEST)
-            self._everywhere(channel, lambda: storage.write_text(latest, tag) if leader else None, f"write {latest}")
-        log_dist(f"saved checkpoint {target}", ranks=[0])
+        if not save.writer.writes_files():
+            save.writer.commit(save.info)
+            logger.warning(f"checkpoint.writer.type MOCK: checkpoint {tag!r} is not there")
+        elif save.writer.is_decoupled():
+            unfinished.add(save)
+        else:
+            save.complete(channel)
         return True
+
+    def _begin_save(self, channel: ControlChannel, info: CheckpointCommitInfo) -> UnfinishedSave:
+        """Make the folder that is written into."""
+        leads, writer = self._leads_storage(), self.checkpoint_engine
+        if writer.writes_files():
+            start = partial(folders.start, info.save_dir, info.tag)
+            self._together(channel, start if leads else _nothing, f"save {info.tag!r}")
+        return UnfinishedSave(
+            info,
+            writer,
+            folders.staging_folder(info.save_dir, info.tag),
+            rank=channel.rank,
+            leads=leads,
+            finish=partial(folders.finish, info.save_dir, info.tag),
+            abandon=partial(folders.abandon, info.save_dir, info.tag),
+            together=self._together,
+            owner=id(self),
+        )
+
+    def _hand_over(
+        self, channel: ControlChannel, save: UnfinishedSave, make_contents: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Give the files to the checkpoint engine, which has written or copied them when this returns.
+
+        Raises:
+            CheckpointError: on every rank, when some rank could not.
+        """
+
+        def write() -> list[str]:
+            save.writer.create(save.info)
+            contents = make_contents()
+            for name, content in contents.items():
+                save.writer.save(content, os.path.join(save.staging, name))
+            return list(contents)
+
+        try:
+            save.own = self._together(channel, write, f"save {save.info.tag!r}")
+        except CheckpointError:
+            if save.leads and save.writer.writes_files():
+                save.abandon()
+            raise
+        save.by_rank = channel.gather((self._storage_node(), save.own), "where each rank writes")
+        save.writer.begin_commit(save.info)
+
+    def _complete_written_save(self) -> None:
+        """At a boundary step: make a checkpoint appear that was written meanwhile, if all ranks have. Collective."""
+        unfinished.poll(self._checkpoint_channel, id(self))
+
+    def _end_saves(self) -> None:
+        """Wait for a checkpoint that is being written. No rank is asked, for some may have gone."""
+        unfinished.finish_alone(id(self))
+        if (writer := self.__dict__.get("checkpoint_engine")) is not None:
+            writer.cleanup()
 
     def _checkpoint_channel(self) -> ControlChannel:
         return ControlChannel(dist.get_world_group())
@@ -126,33 +182,40 @@ class EngineCheckpoint:
     def _storage_node(self) -> str:
         return socket.gethostname() if self._config.use_node_local_storage else ""
 
-    def _check_tags(self, channel: ControlChannel, tag: str) -> None:
-        if not self._config.checkpoint_tag_validation_enabled:
-            return
+    def _agreed_tag(self, channel: ControlChannel, tag: str) -> str:
+        """The first rank's tag, since a checkpoint has one folder; others are reported as the config says."""
         tags = channel.gather(tag, "the tag of the checkpoint")
-        if len(set(tags)) > 1:
+        if len(set(tags)) > 1 and self._config.checkpoint_tag_validation_enabled:
             message = f"ranks save under different checkpoint tags, by rank: {tags}"
             if self._config.checkpoint_tag_validation_fail:
                 raise AssertionError(message)
-            logger.warning(message)
+            logger.warning(f"{message}. All is saved under {tags[0]!r}")
+        return tags[0]
 
-    def _everywhere(self, channel: ControlChannel, work: Callable[[], Any], what: str) -> list[Any]:
-        """Do ``work`` on every rank; what each returned. If it fails on one, every rank raises."""
-        fault, result = "", None
+    @staticmethod
+    def _together(channel: ControlChannel, work: Callable[[], _Result], what: str) -> _Result:
+        """Do ``work`` on every rank; what it returned here. If it fails on some rank, all raise."""
+        result, failure = None, None
         try:
             result = work()
-        except (OSError, RuntimeError) as error:
-            fault = f"{type(error).__name__}: {error}"
-        answers = channel.gather((fault, result), what)
-        faults = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
+        except Exception as error:  # noqa: BLE001 - reported by every rank, raised below
+            failure = error
+        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+        answers = channel.gather((told, isinstance(failure, MissingCheckpointError)), what)
+        faults: dict[str, list[int]] = {}
+        for rank, (text, _) in enumerate(answers):
+            if text is not None:
+                faults.setdefault(text, []).append(rank)
         if faults:
-            raise CheckpointError(f"could not {what}; {'; '.join(faults)}. Checkpoints that existed are untouched")
-        return [value for _, value in answers]
+            missing = all(is_missing for text, is_missing in answers if text is not None)
+            listed = "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in faults.items())
+            raise (MissingCheckpointError if missing else CheckpointError)(f"could not {what}; {listed}") from failure
+        return result
 
     def _contents(
         self, stepper: ZeROOptimizer, client_state: dict[str, Any], exclude_frozen_parameters: bool
     ) -> dict[str, Any]:
-        """The files that this rank writes."""
+        """The files that this rank writes, with the live tensors: the checkpoint engine copies what it must."""
         stage = int(self._config.zero_optimization_stage)
         rank, mp_rank = dist.get_rank(self.data_parallel_group), self.get_model_parallel_rank()
         contents: dict[str, Any] = {}
@@ -174,9 +237,7 @@ class EngineCheckpoint:
         shapes = None if stage == 0 else optimizer_transfer.trained_shapes(stepper)
         keeps_frozen = stage > 0 and not exclude_frozen
         return {
-            "module": optimizer_transfer.host_state(
-                self.module_state_dict(exclude_frozen_parameters=exclude_frozen and stage != 3)
-            ),
+            "module": self.module_state_dict(exclude_frozen_parameters=exclude_frozen and stage != 3),
             "buffer_names": _buffer_names(self.module),
             "optimizer": optimizer_transfer.replicated_state(stepper) if stage == 0 else None,
             "optimizer_param_names": [[r.name for r in group] for group in _record_groups(stepper)],
@@ -257,20 +318,33 @@ class EngineCheckpoint:
         if self._config.load_universal_checkpoint:
             raise NotImplementedError("checkpoint.load_universal: universal checkpoints are not built yet")
         stepper = self._require_stepper("load_checkpoint")
-        if tag is None:
-            tag = files.read_latest(load_dir)
-            if tag is None:
-                logger.warning(f"no file {os.path.join(load_dir, files.LATEST)}: nothing is loaded")
-                return None, None
-        folder = _find_folder(load_dir, files.check_tag(str(tag)))
         channel = self._checkpoint_channel()
-        self._everywhere(channel, lambda: _check_whole(folder, load_dir), f"read checkpoint {folder}")
-        path, state = self._read_model_file(folder)
-        stepper.zero_grad()
-        saved = None
-        if load_optimizer_states and not load_module_only:
-            saved = self._read_optimizer(folder, state)
-        self._load_weights(stepper, folder, state, saved, load_module_strict, custom_load_fn)
+        unfinished.finish(channel)
+        named = None if tag is None else files.check_tag(str(tag))
+        folder = self._together(channel, lambda: _locate(load_dir, named), f"load from {load_dir!r}")
+        found = channel.gather(folder is not None, "whether a checkpoint is there")
+        if not all(found):
+            there = [rank for rank, yes in enumerate(found) if yes]
+            if there:
+                raise CheckpointError(f"only ranks {there} see a file {os.path.join(load_dir, files.LATEST)}")
+            logger.warning(
+                f"no file {os.path.join(load_dir, files.LATEST)}: nothing is loaded. Tags there:"
+                f" {files.tags_in(load_dir) or 'none'}"
+            )
+            return None, None
+        with_state = load_optimizer_states and not load_module_only
+        what = f"load checkpoint {folder}"
+        path, state, saved = self._together(
+            channel, lambda: self._read(stepper, channel, load_dir, folder, with_state, custom_load_fn is None), what
+        )
+        self.zero_grad()
+        self.schedule.change_steps(self.schedule.steps)  # the next micro-step is the first of a window
+        self._together(
+            channel,
+            lambda: self._load_weights(stepper, folder, state, saved, load_module_strict, custom_load_fn),
+            what,
+        )
+        optimizer_transfer.weights_follow(stepper)
         self._load_counters(state, load_module_only, load_lr_scheduler_states)
         hidden = set(_OWN_KEYS)
         if load_module_only:
@@ -283,16 +357,51 @@ class EngineCheckpoint:
     def _mp_rank(self) -> int:
         return self.get_model_parallel_rank()
 
+    def _read(
+        self,
+        stepper: ZeROOptimizer,
+        channel: ControlChannel,
+        load_dir: str,
+        folder: str,
+        with_state: bool,
+        by_name: bool,
+    ) -> tuple[str, dict[str, Any], SavedState | None]:
+        """Map the files and compare them with the manifest and the model; nothing is changed yet.
+
+        Returns:
+            path of the model file, its contents, and the optimizer state if that is wanted.
+        """
+        weights_only = not with_state and not files.find_shard_model_files(folder, self._mp_rank())
+        folders.check_whole(folder, load_dir, weights_only)
+        self._compare_sums(channel, load_dir, folder, weights_only)
+        path, state = self._read_model_file(folder)
+        saved = self._read_optimizer(folder, state, by_name) if with_state else None
+        if saved is not None:
+            optimizer_transfer.check_same_model(stepper, saved)
+        return path, state, saved
+
+    def _compare_sums(self, channel: ControlChannel, load_dir: str, folder: str, weights_only: bool) -> None:
+        """Ranks share the files among them, so that all together read each once."""
+        names = sorted(storage.read_manifest(folder) or ()) if storage.sums_are_checked() else []
+        for name in names[channel.rank :: channel.world_size]:
+            if not (weights_only and files.is_optim_file(name)):
+                try:
+                    storage.compare_sums(os.path.join(folder, name))
+                except CheckpointError as error:
+                    raise CheckpointError(f"{error}. {folders.whole_tags(load_dir)}") from error
+
     def _read_model_file(self, folder: str) -> tuple[str, dict[str, Any]]:
         mp_rank = self._mp_rank()
         path = os.path.join(folder, files.model_file(mp_rank))
         if not os.path.isfile(path):
             shards = files.find_shard_model_files(folder, mp_rank)
+            if not shards:
+                raise MissingCheckpointError(f"{path} does not exist, nor does a file of weights of stage 3 beside it")
             rank = dist.get_rank(self.data_parallel_group)
             path = shards[rank if rank < len(shards) else 0]
         return path, storage.read_tensors(path, storage.checkpoints_are_trusted())
 
-    def _read_optimizer(self, folder: str, state: dict[str, Any]) -> SavedState:
+    def _read_optimizer(self, folder: str, state: dict[str, Any], by_name: bool = True) -> SavedState:
         trust = storage.checkpoints_are_trusted()
         if state.get("optimizer") is not None:
             records = [record for group in _record_groups(self._stepper) for record in group]
@@ -300,8 +409,15 @@ class EngineCheckpoint:
             names = state.get("optimizer_param_names") or [
                 [record.name for record in group] for group in _record_groups(self._stepper)
             ]
-            return read_whole_state(state["optimizer"], names, shapes)
+            return read_whole_state(state["optimizer"], names, shapes, state["module"] if by_name else None)
         paths = files.find_optim_files(folder, self._mp_rank())
+        ranks = state.get("dp_world_size") or len(paths)
+        if len(paths) < ranks or not paths:
+            raise MissingCheckpointError(
+                f"checkpoint {folder} was saved by {ranks} ranks, and the files of optimizer state of ranks"
+                f" {list(range(len(paths), ranks))} are missing"
+            )
+        paths = paths[:ranks]  # those of more ranks are of an older checkpoint, where DeepSpeed wrote into its folder
         return read_zero_files((storage.read_tensors(path, trust) for path in paths), state["param_shapes"])
 
     def _load_weights(
@@ -325,9 +441,7 @@ class EngineCheckpoint:
                 self.load_module_state_dict({"module": weights}, strict, custom_load_fn)
             else:
                 self._load_shards(stepper, kept, state, strict)
-        if saved is not None and optimizer_transfer.restore(stepper, saved):
-            optimizer_transfer.weights_follow(stepper)
-        elif saved is not None:
+        if saved is not None and not optimizer_transfer.restore(stepper, saved):
             stepper.refresh_fp32_params()
 
     def _load_shards(self, stepper: ZeROOptimizer, kept: SavedState, state: dict[str, Any], strict: bool) -> None:
@@ -341,8 +455,7 @@ class EngineCheckpoint:
         for name, parameter in self._frozen_parameters(stepper).items():
             if name in kept.parameters:
                 optimizer_transfer.fill_parameter(parameter, kept.parameters[name])
-        optimizer_transfer.restore_masters(stepper, kept)
-        optimizer_transfer.weights_follow(stepper)
+        optimizer_transfer.restore_masters(stepper, kept, strict)
 
     def _read_frozen(self, folder: str, state: dict[str, Any]) -> dict[str, SavedParameter]:
         """Parameters that nobody trained, from the shards of all ranks."""
@@ -393,69 +506,21 @@ def _shape(parameter: torch.nn.Parameter) -> torch.Size:
 def _fragment(parameter: torch.nn.Parameter) -> torch.Tensor:
     """What this rank has of a frozen parameter."""
     shard = shard_of(parameter)
-    return optimizer_transfer.host_copy(parameter.data if shard is None else shard.shard)
+    return (parameter.data if shard is None else shard.shard).detach()
 
 
-# ---------------------------------------------------------------------------------------------------- folders
+def _locate(load_dir: str, tag: str | None) -> str | None:
+    """Folder of a tag, or of the one in ``latest``; None without that file."""
+    if tag is None:
+        tag = files.read_latest(load_dir)
+    return None if tag is None else folders.find(load_dir, files.check_tag(tag))
 
 
-def _make_empty(folder: str) -> None:
-    """A new folder; what an interrupted save has left there goes away."""
-    if os.path.isdir(folder):
-        shutil.rmtree(folder)
-    os.makedirs(folder)
-
-
-def _finish(staging: str, target: str, sizes: dict[str, int]) -> None:
-    """All files are there: give the folder its name."""
-    storage.write_manifest(staging, sizes)
-    storage.sync_folder(staging)
-    os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
-    replaced = os.path.join(os.path.dirname(staging), REPLACED + os.path.basename(staging).removeprefix(STAGING))
-    if os.path.isdir(target):
-        if os.path.isdir(replaced):
-            shutil.rmtree(replaced)
-        os.rename(target, replaced)
-    os.rename(staging, target)
-    storage.sync_folder(os.path.dirname(target) or ".")
-    if os.path.isdir(replaced):
-        shutil.rmtree(replaced)
-
-
-def _find_folder(load_dir: str, tag: str) -> str:
-    """The folder of a tag; while it was being replaced when the job died, the whole one of the two beside it.
-
-    Raises:
-        MissingCheckpointError: there is none.
-    """
-    folder = os.path.join(load_dir, tag)
-    flat = tag.replace("/", "_")
-    beside = [os.path.join(load_dir, front + flat) for front in (STAGING, REPLACED)]
-    if _holds_model(folder):
-        return folder
-    for candidate in beside:
-        if _is_whole(candidate):
-            return candidate
-    there = files.tags_in(load_dir)
-    raise MissingCheckpointError(
-        f"there is no checkpoint {tag!r} in {load_dir!r}; "
-        + (f"the tags there are {there}" if there else "there is none at all")
-    )
-
-
-def _holds_model(folder: str) -> bool:
-    return os.path.isdir(folder) and any(name.endswith(files.MODEL_SUFFIX) for name in os.listdir(folder))
-
-
-def _check_whole(folder: str, load_dir: str) -> None:
-    """CheckpointError that names missing and damaged files, and tags that are whole."""
-    faults = storage.faults_of(folder)
-    if faults:
-        whole = [tag for tag in files.tags_in(load_dir) if _is_whole(os.path.join(load_dir, tag))]
-        raise CheckpointError(
-            f"checkpoint {folder} is damaged: {'; '.join(faults[:8])}. Whole checkpoints there: {whole or 'none'}"
+def _warn_about_classes(client_state: dict[str, Any]) -> None:
+    """Say now, not when it is too late, that a file can only be loaded by those who trust it."""
+    entries = {key: sorted(kinds) for key, value in client_state.items() if (kinds := storage.needs_trust(value))}
+    if entries:
+        logger.warning(
+            f"client_state holds objects of other classes than plain data, {entries}: loading this checkpoint will need"
+            " DS_TRUST_CHECKPOINTS=1 in the environment"
         )
-
-
-def _is_whole(folder: str) -> bool:
-    return os.path.isfile(os.path.join(folder, files.MANIFEST)) and not storage.faults_of(folder)
