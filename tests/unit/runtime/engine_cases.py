@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.utils import safe_get_full_grad
+from unit.graphs import stage_options, weights_of
 from unit.reference import max_relative_error, reference_gradients
 from unit.simple_model import rank_batches
 
 WIDTH = 5
 MICRO_BATCH = 2
+MOST_USES = 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Norm-wise relative error of the worst parameter. The faults to be found are of the order of 0.3 to 1.
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.02, "fp16": 0.005}
@@ -24,8 +26,9 @@ Batch = tuple[Tensor, Tensor, int]
 
 
 class OddModel(nn.Module):
-    """147 trainable elements in parameters whose sizes divide by nothing, one submodule used a variable number of
-    times, one never, one frozen, one scalar parameter."""
+    """147 trainable elements in parameters whose sizes divide by nothing, one submodule of which a variable number of
+    uses counts, one never used, one frozen, one scalar parameter. Every rank runs the same modules, as stage 3
+    needs."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -39,8 +42,9 @@ class OddModel(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, uses: int = 1) -> Tensor:
         hidden = torch.tanh(self.first(x))
-        for _ in range(uses):
-            hidden = torch.tanh(self.shared(self.frozen(hidden)) + hidden)
+        for use in range(MOST_USES):
+            again = torch.tanh(self.shared(self.frozen(hidden)) + hidden)
+            hidden = torch.where(torch.tensor(use < uses), again, hidden)
         logits = self.gain * self.last(hidden)
         return nn.functional.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), y)
 
@@ -54,7 +58,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def batches_of(rank: int, micro_steps: int, dtype: str = "fp32", seed: int = 0) -> list[Batch]:
-    """Different data on every rank and micro-step; the shared module is used once or twice."""
+    """Different data on every rank and micro-step; one or two uses of the shared module count."""
     pairs = rank_batches(rank, micro_steps, MICRO_BATCH, WIDTH, DTYPES[dtype], seed)
     return [(x, y, 1 + (rank + step) % 2) for step, (x, y) in enumerate(pairs)]
 
@@ -66,7 +70,7 @@ def make_config(stage: int, dtype: str = "fp32", gas: int = 1, zero: dict[str, A
         "gradient_clipping": 0.0,
         "steps_per_print": None,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, **(zero or {})},
+        "zero_optimization": {"stage": stage, **stage_options(stage, DTYPES[dtype]), **(zero or {})},
     }
     if dtype != "fp32":
         config[dtype] = {"enabled": True}
@@ -88,8 +92,7 @@ def make_engine(config: dict, model: nn.Module | None = None, optimizer: Any = N
 def twin_of(engine: Any) -> nn.Module:
     """A plain copy of the engine's model with its present weights, in fp32."""
     twin = OddModel()
-    with deepspeed.zero.GatheredParameters(engine.module.parameters()):
-        twin.load_state_dict(engine.module.state_dict())
+    twin.load_state_dict(weights_of(engine.module))
     return twin
 
 
@@ -98,12 +101,16 @@ def gradients_of(engine: Any) -> dict[str, Tensor]:
     return {n: safe_get_full_grad(p) for n, p in engine.module.named_parameters() if p.requires_grad}
 
 
-def run_window(engine: Any, batches: list[Batch]) -> None:
-    """Forward and backward over all micro-steps of a window, without the last ``step()``."""
+def run_window(engine: Any, batches: list[Batch]) -> Tensor:
+    """Forward and backward over all micro-steps of a window, without the last ``step()``; this rank's losses."""
+    losses = []
     for i, batch in enumerate(batches):
-        engine.backward(engine(*batch))
+        loss = engine(*batch)
+        losses.append(loss.detach().float())
+        engine.backward(loss)
         if i < len(batches) - 1:
             engine.step()
+    return torch.stack(losses)
 
 
 def check_window(
@@ -120,7 +127,7 @@ def check_window(
 
 def check_same_on_all_ranks(model: nn.Module, note: str = "") -> None:
     """Weights are bitwise the same on every rank."""
-    for name, parameter in model.named_parameters():
-        everyone = [torch.empty_like(parameter.data) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, parameter.data.contiguous())
+    for name, weight in weights_of(model).items():
+        everyone = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, weight.contiguous())
         assert all(torch.equal(one, everyone[0]) for one in everyone), f"{note}: ranks differ in {name}"

@@ -16,6 +16,7 @@ import deepspeed
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.engine_config import _UNBUILT
 from unit.common import DistributedTest
+from unit.graphs import weights_of
 from unit.runtime import engine_cases as cases
 
 # Public methods of the engine that outside code may call.
@@ -83,6 +84,9 @@ def test_every_public_method_exists() -> None:
     assert [name for name in PUBLIC_METHODS if not hasattr(DeepSpeedEngine, name)] == []
 
 
+GATHERED_ON_SAVE = {"stage3_gather_16bit_weights_on_model_save": True, "stage3_param_persistence_threshold": 10}
+
+
 class TestSurface(DistributedTest):
     world_size = 2
 
@@ -115,7 +119,7 @@ class TestSurface(DistributedTest):
         assert (engine.micro_steps, engine.global_steps, engine.global_samples) == (4, 2, 16)
 
     def test_batch_size_can_change_between_windows(self) -> None:
-        for stage in (0, 1, 2):
+        for stage in (0, 1, 2, 3):
             engine = cases.make_engine(cases.make_config(stage))
             for gas in (1, 3, 2):
                 engine.set_train_batch_size(gas * 2 * cases.MICRO_BATCH)
@@ -148,19 +152,20 @@ class TestSurface(DistributedTest):
             assert not hasattr(deepspeed, name)
 
     def test_weights_load_and_save(self, tmpdir: str) -> None:
-        for stage in (0, 1, 2):
-            engine = cases.make_engine(cases.make_config(stage, "bf16"))
+        for stage in (0, 1, 2, 3):
+            engine = cases.make_engine(cases.make_config(stage, "bf16", zero=GATHERED_ON_SAVE if stage == 3 else {}))
             other = cases.OddModel(seed=7).bfloat16()
             engine.load_module_state_dict({"module": other.state_dict()})
-            for name, parameter in engine.module.named_parameters():
-                assert torch.equal(parameter, other.get_parameter(name)), name
+            for name, weight in weights_of(engine.module).items():
+                assert torch.equal(weight, other.get_parameter(name)), name
             cases.check_window(engine, "bf16", note="the masters follow loaded weights")
             engine.step()
-            moved = max((p - other.get_parameter(n)).abs().max().item() for n, p in engine.module.named_parameters())
+            weights = weights_of(engine.module)
+            moved = max((weight - other.get_parameter(n)).abs().max().item() for n, weight in weights.items())
             assert 0 < moved < 0.2, "a step from the loaded weights, not from the old masters"
             assert engine.save_16bit_model(str(tmpdir), f"weights{stage}.bin")
             saved = torch.load(Path(str(tmpdir)) / f"weights{stage}.bin")
-            assert all(torch.equal(saved[n], p) for n, p in engine.module.named_parameters())
+            assert all(torch.equal(saved[n], weight) for n, weight in weights.items())
 
 
 # -------------------------------------------------- the cost of an import
