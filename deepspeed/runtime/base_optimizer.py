@@ -361,6 +361,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             with profiler_range("deepspeed.update"):
                 self._clip(shards, norm)
                 self._update(shards)
+            forget_autocast_copies()
         self.reducer.start_window()
         if self.custom_loss_scaler:
             return
@@ -387,6 +388,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         parameter = link.record.parameter
         parameter.data.copy_(value)
         torch.autograd.graph.increment_version(parameter)
+        forget_autocast_copies()
 
     def gradients_edited(self) -> None:
         """The shards were written by an accessor."""
@@ -570,6 +572,11 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def destroy(self) -> None:
         """Remove all hooks and free buffers; the model keeps its weights."""
         self.reducer.destroy()
+
+
+def forget_autocast_copies() -> None:
+    """A ``torch.autocast`` that is open around the step would go on with its copies of the former weights."""
+    torch.clear_autocast_cache()
 
 
 def _listed(names: list[str]) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.comm.control import ControlChannel
-from deepspeed.runtime.base_optimizer import make_records
+from deepspeed.runtime.base_optimizer import forget_autocast_copies, make_records
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.gradients.layout import PerParameter, cut_groups, make_flat_groups, records_in_model_order
@@ -209,6 +209,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
 
     def write_weight(self, link: ParameterLink, value: torch.Tensor) -> None:
         shard_of(link.record.parameter).write(value)
+        forget_autocast_copies()
 
     @torch.no_grad()
     def write_local_weight(self, link: ParameterLink, value: torch.Tensor) -> None:
@@ -216,6 +217,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         shard = shard_of(link.record.parameter)
         shard.shard.copy_(value)
         self.parameter_offload.weights_written([shard])
+        forget_autocast_copies()
 
     def public_norm(self, norm: torch.Tensor | None) -> Any:
         """0-dim float64."""
