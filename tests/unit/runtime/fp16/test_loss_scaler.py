@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaler, to_python_float
 from unit.common import DistributedTest
+from unit.graphs import weights_of
 from unit.reference import max_relative_error, reference_gradients
 from unit.runtime import engine_cases as cases
 
@@ -76,7 +77,7 @@ def fp16_config(stage: int, gas: int = 1, **fp16: Any) -> dict:
 class TestTraining(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("stage", [0, 1, 2])
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
     def test_gradient_norm_and_update_hold_no_loss_scale(self, stage: int) -> None:
         for fp16 in ({"loss_scale": 64.0}, {"loss_scale": 0, "initial_scale_power": 8}, {"loss_scale": 1.0}):
             for gas, spelling in ((1, "backward"), (2, "backward"), (2, "scale")):
@@ -84,7 +85,7 @@ class TestTraining(DistributedTest):
                 engine = cases.make_engine(fp16_config(stage, gas, **fp16))
                 data = [cases.batches_of(r, gas, "fp16") for r in range(2)]
                 expected = reference_gradients(cases.twin_of(engine), cases.loss_of, data, torch.float16)
-                before = {n: p.detach().double().clone() for n, p in engine.module.named_parameters()}
+                before = weights_of(engine.module)
                 for i, batch in enumerate(data[dist.get_rank()]):
                     loss = engine(*batch)
                     if spelling == "scale":
@@ -99,18 +100,18 @@ class TestTraining(DistributedTest):
                 engine.step()
                 right = math.sqrt(sum(g.square().sum().item() for g in expected.values()))
                 assert float(engine.get_global_grad_norm()) == pytest.approx(right, rel=2e-3), note
-                for name, parameter in engine.module.named_parameters():
+                for name, weight in weights_of(engine.module).items():
                     if name in expected and expected[name].norm() > 0:
-                        moved = (before[name] - parameter.detach().double()).norm() / 0.1
+                        moved = (before[name].double() - weight.double()).norm() / 0.1
                         assert moved.item() == pytest.approx(expected[name].norm().item(), rel=0.05), f"{note}: {name}"
                 engine.destroy()
 
-    @pytest.mark.parametrize("stage", [0, 1, 2])
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
     def test_an_overflow_on_one_rank_makes_all_skip_and_the_scale_follow(self, stage: int) -> None:
         """#45; the scale's sequence of hysteresis 2 is 16, then 16, 8, 4 after each overflow."""
         engine = cases.make_engine(fp16_config(stage, loss_scale=0, initial_scale_power=4, hysteresis=2))
         optimizer, rank = engine.optimizer, dist.get_rank()
-        before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+        before = weights_of(engine.module)
         assert optimizer.cur_scale == 16 and optimizer.dynamic_loss_scale
         for count, scale in enumerate((16, 8, 4), start=1):
             x, y, uses = cases.batches_of(rank, 1, "fp16")[0]
@@ -119,8 +120,8 @@ class TestTraining(DistributedTest):
             assert optimizer.cur_scale == scale and optimizer.overflow and engine.skipped_steps == count
             assert not engine.was_step_applied() and engine.global_steps == count
             assert engine.get_global_grad_norm() == math.inf
-        for name, parameter in engine.module.named_parameters():
-            assert torch.equal(parameter, before[name]), name
+        for name, weight in weights_of(engine.module).items():
+            assert torch.equal(weight, before[name]), name
         cases.check_window(engine, "fp16", note="after overflows")
         engine.step()
         assert engine.was_step_applied() and not optimizer.overflow
@@ -128,7 +129,7 @@ class TestTraining(DistributedTest):
 
     def test_the_norm_uses_the_scale_in_force_during_backward(self) -> None:
         """#44: the scale doubles in every step here."""
-        for stage in (0, 1, 2):
+        for stage in (0, 1, 2, 3):
             config = fp16_config(stage, loss_scale=0, initial_scale_power=2, loss_scale_window=1)
             engine = cases.make_engine(config)
             for step in range(4):
@@ -141,7 +142,7 @@ class TestTraining(DistributedTest):
                 right = math.sqrt(sum(g.square().sum().item() for g in expected.values()))
                 assert float(engine.get_global_grad_norm()) == pytest.approx(right, rel=5e-3)
 
-    @pytest.mark.parametrize("stage", [0, 1, 2])
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
     def test_plain_backward_is_refused_with_advice_and_training_goes_on(self, stage: int) -> None:
         engine = cases.make_engine(fp16_config(stage, loss_scale=32.0))
         batch = cases.batches_of(dist.get_rank(), 1, "fp16")[0]

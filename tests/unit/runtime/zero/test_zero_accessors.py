@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading and writing true gradients, master weights and optimizer state of whole parameters at stages 0 to 2."""
+"""Reading and writing true gradients, master weights and optimizer state of whole parameters at every stage."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from deepspeed.utils import (
     safe_update_full_grad_vectorized,
 )
 from unit.common import DistributedTest
+from unit.graphs import weights_of
 from unit.reference import max_relative_error, reference_gradients
 from unit.runtime import engine_cases as cases
 
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -33,6 +34,11 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def trained(engine: Any) -> list[tuple[str, torch.nn.Parameter]]:
     return [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
+
+
+def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
+    """Of the whole parameter."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def same_everywhere(value: Tensor) -> bool:
@@ -92,17 +98,18 @@ class TestGradients(DistributedTest):
                 cases.run_window(engine, cases.batches_of(dist.get_rank(), gas))
                 values = {}
                 for i, (name, parameter) in enumerate(trained(engine)):
-                    values[name] = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+                    values[name] = torch.randn(shape_of(parameter), generator=torch.Generator().manual_seed(i))
                     safe_set_full_grad(parameter, values[name])
                 found = cases.gradients_of(engine)
                 assert all(torch.equal(found[name], values[name]) for name in values), f"stage {stage}"
                 safe_update_full_grad_vectorized([p for _, p in trained(engine)], lambda g, p: 2 * g)
-                before = {n: p.detach().clone() for n, p in trained(engine)}
+                before = weights_of(engine.module)
                 engine.step()
                 norm = sum((2 * v).square().sum().item() for v in values.values()) ** 0.5
                 assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-5)
-                for name, parameter in trained(engine):
-                    torch.testing.assert_close(parameter.detach(), before[name] - 0.2 * values[name])
+                after = weights_of(engine.module)
+                for name, value in values.items():
+                    torch.testing.assert_close(after[name], before[name] - 0.2 * value)
                 cases.check_window(engine, note="after edits")
 
     def test_edits_in_the_middle_of_a_window_are_kept_and_added_to(self) -> None:
@@ -111,7 +118,7 @@ class TestGradients(DistributedTest):
             first, second = cases.batches_of(dist.get_rank(), 2)
             engine.backward(engine(*first))
             for _, parameter in trained(engine):
-                safe_set_full_grad(parameter, torch.zeros(parameter.shape))
+                safe_set_full_grad(parameter, torch.zeros(shape_of(parameter)))
             engine.step()
             engine.backward(engine(*second))
             data = [[cases.batches_of(r, 2)[1]] for r in range(dist.get_world_size())]
@@ -155,21 +162,22 @@ class TestWeightsAndState(DistributedTest):
         for stage in STAGES:
             for dtype in ("fp32", "bf16"):
                 engine = cases.make_engine(cases.make_config(stage, dtype), optimizer=adamw)
+                weights = weights_of(engine.module)
                 for name, parameter in trained(engine):
                     master = safe_get_full_fp32_param(parameter)
-                    assert master.dtype is torch.float32 and master.shape == parameter.shape and same_everywhere(master)
-                    assert torch.equal(master.to(parameter.dtype), parameter), name
+                    assert master.dtype is torch.float32 and same_everywhere(master)
+                    assert torch.equal(master.to(parameter.dtype), weights[name]), name
                 cases.run_window(engine, cases.batches_of(dist.get_rank(), 1, dtype))
                 weight = engine.module.first.weight
                 value = torch.arange(35.0).view(7, 5) / 35
-                kept = weight.detach().clone()
                 safe_set_full_fp32_param(weight, value)
                 assert torch.equal(safe_get_full_fp32_param(weight), value)
-                if dtype == "bf16" or stage > 0:
-                    assert torch.equal(weight, kept), "the model's weight follows at the next step"
+                now = weights_of(engine.module)["first.weight"]
+                assert torch.equal(now, value.to(now.dtype)), "the model's weight follows at once"
                 engine.step()
                 assert (safe_get_full_fp32_param(weight) - value).abs().max() <= 0.0101, "one step of lr 0.01 from it"
-                assert torch.equal(safe_get_full_fp32_param(weight).to(weight.dtype), weight)
+                after = weights_of(engine.module)["first.weight"]
+                assert torch.equal(safe_get_full_fp32_param(weight).to(weight.dtype), after)
                 cases.check_same_on_all_ranks(engine.module)
 
     def test_optimizer_state(self) -> None:
@@ -209,5 +217,7 @@ class TestWeightsAndState(DistributedTest):
             "safe_get_local_optimizer_state",
             "safe_set_local_optimizer_state",
         ):
+            value = [torch.zeros(7, 5)] if name.startswith("safe_set") else []
+            state = ["exp_avg"] if name.endswith("state") else []
             with pytest.raises(AssertionError, match=name):
-                getattr(utils, name)(engine.module.first.weight)
+                getattr(utils, name)(engine.module.first.weight, *value, *state)
