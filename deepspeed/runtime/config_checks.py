@@ -271,7 +271,16 @@ _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
         lambda c: c.float16_config.fp16_master_weights_and_grads,
     ),
     ("datastates_ckpt", "DataStates checkpoint engine", _section_not_empty("datastates_ckpt")),
-    ("checkpoint.writer", "checkpoint file writers", lambda c: c.checkpoint_config["writer"] is not None),
+    (
+        "checkpoint.writer.data_parallel",
+        "one file written by several ranks",
+        lambda c: (c.checkpoint_config["writer"] or {}).get("data_parallel") is not None,
+    ),
+    (
+        "checkpoint.writer.io_multiplier",
+        "several streams to one file",
+        lambda c: (c.checkpoint_config["writer"] or {}).get("io_multiplier", 1) != 1,
+    ),
 ]
 
 

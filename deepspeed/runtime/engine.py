@@ -17,6 +17,7 @@ from deepspeed.profiling.engine_phases import EngineTimers
 from deepspeed.runtime import optimizer_factory
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
+from deepspeed.runtime.checkpoint_engine import create_checkpoint_engine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_checks import unsupported_features
 from deepspeed.runtime.engine_checkpoint import EngineCheckpoint
@@ -128,6 +129,7 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
         except BaseException:
             self.destroy()  # an engine that never came to be must not leave its hooks on the model
             raise
+        self.checkpoint_engine = create_checkpoint_engine(self._config, groups, self._config.zero_optimization_stage)
         if self._config.dump_state:
             self._config.print("DeepSpeedEngine configuration")
 
@@ -256,6 +258,7 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
         self.tput_timer.batch_size = samples
         self._step_events.write(self, samples, backwards)
         self._report_progress()
+        self._complete_written_save()
 
     def _forget_unmanaged_gradients(self) -> None:
         """Gradients of parameters that no optimizer updates must not pile up."""
@@ -406,7 +409,17 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
             raise
 
     def destroy(self) -> None:
-        """Remove hooks from the model and free gradients, masters and buffers. May be called more than once."""
+        """Remove hooks from the model and free gradients, masters and buffers. May be called more than once.
+
+        Raises:
+            CheckpointError: a checkpoint that was being written could not be completed; all else was done.
+        """
+        try:
+            self._release()
+        finally:
+            self._end_saves()
+
+    def _release(self) -> None:
         if self._stepper is not None:
             self._stepper.destroy()
             self._stepper = None
@@ -418,7 +431,7 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
 
     def __del__(self) -> None:
         if "_stepper" in self.__dict__:
-            self.destroy()
+            self._release()  # a save that is being written is completed by the next one, or when the program ends
 
 
 def _require_loss(loss: Any, what: str) -> None:

@@ -66,6 +66,8 @@ _ACCESSORS: dict[str, Read] = {
     "data_efficiency_enabled": lambda c: bool(c.data_efficiency_config.get("enabled", False)),
     "tensor_parallel_config": lambda c: c.tensor_parallel_config,
     "autotp_size": lambda c: c.tensor_parallel_config.autotp_size,
+    "checkpoint_serialization_enabled": lambda c: c.checkpoint_config["checkpoint_serialization"],
+    "checkpoint_writer_enabled": lambda c: c.checkpoint_config["writer"] is not None,
     "flops_profiler_enabled": lambda c: c.flops_profiler_config.enabled,
     "flops_profiler_recompute_fwd_factor": lambda c: c.flops_profiler_config.recompute_fwd_factor,
     "flops_profiler_profile_step": lambda c: c.flops_profiler_config.profile_step,
@@ -111,8 +113,6 @@ _SAME_NAME_IN_ZERO = (
 # Public methods of the interface and the feature each belongs to.
 _UNBUILT: dict[str, str] = {
     "load_moe_state_dict": "mixture-of-experts checkpoints",
-    "checkpoint_serialization_enabled": "checkpoints",
-    "checkpoint_writer_enabled": "checkpoints",
     "offload_states": "offload",
     "reload_states": "offload",
     "swap_tensor_config": "NVMe offload",

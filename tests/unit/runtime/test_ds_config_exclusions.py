@@ -173,7 +173,8 @@ UNSUPPORTED = [
         for section in ("fp16", "bf16")
     ),
     ("datastates_ckpt", {"datastates_ckpt": True}),
-    ("checkpoint.writer", {"checkpoint": {"writer": {}}}),
+    ("checkpoint.writer.data_parallel", {"checkpoint": {"writer": {"data_parallel": "REPLICA"}}}),
+    ("checkpoint.writer.io_multiplier", {"checkpoint": {"writer": {"io_multiplier": 2}}}),
 ]
 
 

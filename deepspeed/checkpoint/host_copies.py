@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nested states with their tensors in host memory, to be written now or while training goes on."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum, type)
+_Key = tuple[torch.dtype, torch.Size, bool]
+
+
+def map_state(
+    value: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor], of_object: Callable[[Any], Any] = lambda item: item
+) -> Any:
+    """A copy of the containers of ``value``, with ``of_tensor`` of its tensors and ``of_object`` of what is neither.
+
+    Names that share a tensor (tied weights) share the result, so that it is written once.
+    """
+    seen: dict[Any, torch.Tensor] = {}
+
+    def visit(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            key = _place(item)
+            if key not in seen:
+                seen[key] = of_tensor(item.detach())
+            return seen[key]
+        if isinstance(item, _IMMUTABLE):
+            return item
+        if isinstance(item, defaultdict):
+            return defaultdict(item.default_factory, ((key, visit(entry)) for key, entry in item.items()))
+        if isinstance(item, dict):
+            return type(item)((key, visit(entry)) for key, entry in item.items())
+        if isinstance(item, tuple) and hasattr(item, "_fields"):  # a named tuple takes its entries one by one
+            return type(item)(*map(visit, item))
+        if isinstance(item, (list, tuple)):
+            return type(item)(map(visit, item))
+        return of_object(item)
+
+    return visit(value)
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are the same memory in the same arrangement."""
+    if tensor.layout != torch.strided or tensor.numel() == 0:
+        return id(tensor), tensor  # the entry keeps the tensor, so that its id is not given to another one
+    return tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in host memory whose storage holds nothing else: files hold storages, not views."""
+    if tensor.layout != torch.strided:
+        return tensor.cpu()
+    alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and alone:
+        return tensor
+    return tensor.to("cpu", copy=True).contiguous()
+
+
+def writable_state(value: Any) -> Any:
+    """``value`` as it can be written at once; tensors are copied only where a file would hold more than they show."""
+    return map_state(value, _writable)
+
+
+class HostBuffers:
+    """Copies of states that stay as they are while the originals change, in memory that is used again.
+
+    The memory is pinned where a copy comes from a device, so that all copies are under way together. It stays until
+    a snapshot has no use for it: taking one of the same state again allocates nothing.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[_Key, list[torch.Tensor]] = {}
+        self._taken: list[tuple[_Key, torch.Tensor]] = []
+        self._devices: set[torch.device] = set()
+
+    @torch.no_grad()
+    def snapshot(self, value: Any) -> Any:
+        """A copy of ``value`` that shares nothing mutable with it. Call ``wait`` before reading it."""
+        return map_state(value, self._copy, copy.deepcopy)
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout != torch.strided:
+            return tensor.to("cpu", copy=True)
+        on_device = tensor.device.type != "cpu"
+        key = (tensor.dtype, tensor.shape, on_device)
+        kept = self._free.get(key)
+        buffer = kept.pop() if kept else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device)
+        self._taken.append((key, buffer))
+        if on_device:
+            self._devices.add(tensor.device)
+        return buffer.copy_(tensor, non_blocking=on_device)
+
+    def wait(self) -> None:
+        """Until all copies are complete; what no snapshot since ``release`` has used is freed."""
+        for device in self._devices:
+            torch.accelerator.synchronize(device) if hasattr(torch, "accelerator") else torch.cuda.synchronize(device)
+        self._devices.clear()
+        self._free.clear()
+
+    def release(self) -> None:
+        """The snapshots were read: their memory serves the next ones."""
+        for key, buffer in self._taken:
+            self._free.setdefault(key, []).append(buffer)
+        self._taken.clear()
