@@ -290,9 +290,11 @@ class _GradientGuard:
             parameter.register_post_accumulate_grad_hook(self.after),
         ]
 
-    def before(self, gradient: torch.Tensor) -> None:
+    def before(self, gradient: torch.Tensor | None) -> None:
         """autograd compares a gradient with the parameter, which may be hidden by now."""
         shard = self._shard
+        if gradient is None:
+            return  # a custom function had none for this input
         if gradient.shape != shard.shape:
             raise RuntimeError(
                 f"parameter {shard.name} was used while it was partitioned (gradient of shape {tuple(gradient.shape)}"

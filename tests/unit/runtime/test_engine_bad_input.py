@@ -15,13 +15,19 @@ from torch import nn
 import deepspeed
 from deepspeed.runtime.gradients.ledger import GradientAccountingError
 from unit.common import DistributedTest
+from unit.graphs import weights_of
 from unit.runtime import engine_cases as cases
 
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 
 
 def my_batch(seed: int = 0) -> cases.Batch:
     return cases.batches_of(dist.get_rank(), 1, seed=seed)[0]
+
+
+def whole(engine: Any) -> deepspeed.zero.GatheredParameters:
+    """All weights whole, at stage 3, for code outside of any module's forward."""
+    return deepspeed.zero.GatheredParameters(engine.module.parameters())
 
 
 def trains_on(engine: Any, note: str) -> None:
@@ -74,7 +80,6 @@ class TestInitialize(DistributedTest):
         model = cases.OddModel()
         for change, words in (
             ({"zero_optimization": {"stage": 7}}, "stage"),
-            ({"zero_optimization": {"stage": 3}}, "stage=3"),
             ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}, "reduce_bucket_size"),
             ({"zero_optimization": {"stage": 2, "allgather_bucket_size": 5}}, "allgather_bucket_size.*even"),
             ({"zero_optimization": {"stage": 2, "reduce_bucket": 5}}, "reduce_bucket"),
@@ -107,6 +112,8 @@ class TestInitialize(DistributedTest):
                 twice = torch.optim.SGD([model.gain, model.gain], lr=0.1)
             with pytest.raises(AssertionError, match="gain.*twice"):
                 cases.make_engine(config, model, twice)
+            if stage == 3:
+                model = cases.OddModel()  # the other one is partitioned by now
             adam = torch.optim.Adam(model.parameters(), lr=0.1)
             model(*my_batch()).backward()
             adam.step()
@@ -115,7 +122,7 @@ class TestInitialize(DistributedTest):
             trains_on(cases.make_engine(config, model), f"stage {stage}, a model with .grad from before")
 
     def test_parameters_over_the_same_memory(self) -> None:
-        for stage in (1, 2):
+        for stage in (1, 2, 3):
             model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
             model[1].weight = nn.Parameter(model[0].weight.data)
             with pytest.raises(ValueError, match=r"0\.weight.*1\.weight.*same memory"):
@@ -172,7 +179,8 @@ class TestTraining(DistributedTest):
         weight = engine.module.first.weight
         cases.check_window(engine)
         engine.step()
-        weight.grad = torch.ones_like(weight)
+        with whole(engine):
+            weight.grad = torch.ones_like(weight)
         with pytest.raises(GradientAccountingError, match=r"first\.weight.*safe_set_full_grad"):
             engine.backward(engine(*my_batch()))
         engine.zero_grad()
@@ -180,13 +188,14 @@ class TestTraining(DistributedTest):
         trains_on(engine, f"stage {stage}, set before a backward")
         if stage == 0:
             return  # what is set after a reduced backward is an edit there, see the accessors
-        before = weight.detach().clone()
+        before = weights_of(engine.module)["first.weight"]
         engine.backward(engine(*my_batch()))
-        if dist.get_rank() == 1:
-            weight.grad = torch.ones_like(weight)
+        with whole(engine):
+            if dist.get_rank() == 1:
+                weight.grad = torch.ones_like(weight)
         with pytest.raises(GradientAccountingError, match=r"rank 1: 1 parameters have a \.grad.*first\.weight"):
             engine.step()
-        assert torch.equal(weight, before)
+        assert torch.equal(weights_of(engine.module)["first.weight"], before)
         engine.zero_grad()
         trains_on(engine, f"stage {stage}, set after a backward")
 
@@ -196,9 +205,13 @@ class TestTraining(DistributedTest):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = cases.make_engine(cases.make_config(stage), model, optimizer)
         model.frozen.weight.requires_grad_(True)
-        engine.backward(engine(*my_batch()))
-        with pytest.raises(RuntimeError, match=r"frozen\.weight.*did not require grad"):
-            engine.step()
+        if stage == 3:  # its gradient meets a partitioned parameter
+            with pytest.raises(RuntimeError, match="size of tensor"):
+                engine.backward(engine(*my_batch()))
+        else:
+            engine.backward(engine(*my_batch()))
+            with pytest.raises(RuntimeError, match=r"frozen\.weight.*did not require grad"):
+                engine.step()
         model.frozen.weight.requires_grad_(False)
         engine.zero_grad()
         assert model.frozen.weight.grad is None
@@ -209,10 +222,10 @@ class TestTraining(DistributedTest):
         engine = cases.make_engine(cases.make_config(stage))
         weight = engine.module.shared.weight
         weight.requires_grad_(False)
-        before = weight.detach().clone()
+        before = weights_of(engine.module)["shared.weight"]
         engine.backward(engine(*my_batch()))
         engine.step()
-        assert engine.was_step_applied() and torch.equal(weight, before)
+        assert engine.was_step_applied() and torch.equal(weights_of(engine.module)["shared.weight"], before)
         weight.requires_grad_(True)
         trains_on(engine, f"stage {stage}, thawed again")
 
@@ -237,8 +250,8 @@ class TestTraining(DistributedTest):
     @pytest.mark.parametrize("stage", STAGES)
     def test_misused_contexts(self, stage: int) -> None:
         engine = cases.make_engine(cases.make_config(stage))
-        if stage == 2:
-            with pytest.raises(AssertionError, match="no_sync.*stage 2"), engine.no_sync():
+        if stage >= 2:
+            with pytest.raises(AssertionError, match=f"no_sync.*stage {stage}"), engine.no_sync():
                 pass
         else:
             with engine.no_sync():
@@ -273,10 +286,11 @@ class TestTraining(DistributedTest):
         """autograd fires the parameter's hook though nothing was delivered."""
         engine = cases.make_engine(cases.make_config(stage))
         for _ in range(2):
-            before = engine.module.unused.weight.detach().clone()
-            engine.backward(_Dropping.apply(engine(*my_batch()), engine.module.unused.weight))
+            before = weights_of(engine.module)["unused.weight"]
+            with whole(engine):
+                engine.backward(_Dropping.apply(engine(*my_batch()), engine.module.unused.weight))
             engine.step()
-            assert engine.was_step_applied() and torch.equal(engine.module.unused.weight, before)
+            assert engine.was_step_applied() and torch.equal(weights_of(engine.module)["unused.weight"], before)
         trains_on(engine, f"stage {stage}")
 
     def test_an_engine_without_optimizer_computes_but_does_not_train(self) -> None:
