@@ -2,7 +2,6 @@
 """Nested states with their tensors in host memory, to be written now or while training goes on."""
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -30,10 +29,12 @@ def map_state(
             return seen[key]
         if isinstance(item, _IMMUTABLE):
             return item
-        if isinstance(item, defaultdict):
-            return defaultdict(item.default_factory, ((key, visit(entry)) for key, entry in item.items()))
         if isinstance(item, dict):
-            return type(item)((key, visit(entry)) for key, entry in item.items())
+            # Made from pairs, a defaultdict would forget its factory and a Counter would count the pairs.
+            copied = copy.copy(item)
+            for key, entry in item.items():
+                copied[key] = visit(entry)
+            return copied
         if isinstance(item, tuple) and hasattr(item, "_fields"):  # a named tuple takes its entries one by one
             return type(item)(*map(visit, item))
         if isinstance(item, (list, tuple)):
