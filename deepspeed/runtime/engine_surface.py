@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.checkpoint import storage
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.runtime import constants as const
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -160,7 +162,7 @@ class EngineSurface:
         """``state_dict`` of the wrapped model, names without ``module.``."""
         state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters():
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
                 if not parameter.requires_grad:
                     state.pop(prefix + name, None)
         return state
@@ -214,9 +216,8 @@ class EngineSurface:
         whole = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters) if partitioned else None
         if dist.get_rank() == 0:
             os.makedirs(save_dir, exist_ok=True)
-            state = whole or self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-            own = {key: value.detach().clone() if torch.is_tensor(value) else value for key, value in state.items()}
-            torch.save(own, os.path.join(save_dir, save_filename))
+            state = whole if partitioned else self.module_state_dict(None, "", False, exclude_frozen_parameters)
+            storage.write_tensors(os.path.join(save_dir, save_filename), clone_tensors_for_torch_save(dict(state)))
         dist.barrier()
         return True
 
