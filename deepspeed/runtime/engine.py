@@ -32,6 +32,8 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, set_log_level_from_string
 
+GONE = "destroy() was called on this engine; make another one with deepspeed.initialize"
+
 
 class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, torch.nn.Module):
     """Wraps a model for data-parallel training. Made by ``deepspeed.initialize``.
@@ -110,6 +112,7 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
         self._step_events = StepEvents(self.monitor, self.device, self.data_parallel_group)
         self._global_grad_norm: Any = None
         self._stepper: ZeROOptimizer | None = None
+        self._destroyed = False
 
         place = partition_model if self._config.zero_optimization_stage == 3 else place_whole_model
         place(model, self._config, None if dont_change_device else self.device, self.data_parallel_group)
@@ -153,7 +156,13 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
     # ------------------------------------------------------------------ forward, backward, step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped model."""
+        """Run the wrapped model.
+
+        Raises:
+            RuntimeError: at stage 3, after ``destroy()``: nobody gathers the weights any more.
+        """
+        if self._destroyed and self.zero_optimization_stage() == 3:
+            raise RuntimeError(f"engine.forward(): {GONE}")
         if self._stepper is not None:
             self._stepper.backward_state.close_unannounced()
         if self.training:
@@ -286,6 +295,8 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
         self._forget_unmanaged_gradients()
 
     def _require_stepper(self, what: str) -> ZeROOptimizer:
+        if self._destroyed:
+            raise AssertionError(f"engine.{what}(): {GONE}")
         if self._stepper is None:
             raise AssertionError(f"engine.{what}() needs an optimizer, and deepspeed.initialize was given none")
         return self._stepper
@@ -420,6 +431,7 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
             self._end_saves()
 
     def _release(self) -> None:
+        self._destroyed = True
         if self._stepper is not None:
             self._stepper.destroy()
             self._stepper = None

@@ -229,6 +229,8 @@ class TestWithoutOptimizer(DistributedTest):
         module = engine.module
         engine.destroy()
         engine.destroy()
+        with pytest.raises(RuntimeError, match="destroy\\(\\) was called on this engine"):
+            engine(x)
         assert all(p.shape == (0,) for p in module.parameters())
         assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()) == 0
         train(make_engine(module, 3), range(2))
@@ -288,6 +290,8 @@ class TestTwoEnginesOfOneModel(DistributedTest):
         former.destroy()
         engine = make_engine(former.module, 3)
         former.destroy()
+        with pytest.raises(AssertionError, match="destroy\\(\\) was called on this engine"):
+            former.step()
         train(engine, range(2, 4))
         engine.destroy()
 
