@@ -120,7 +120,7 @@ DESCRIPTIONS: dict[str, str] = {
     "zero_optimization.memory_efficient_linear": "`zero.Init` replaces the linear function by one that saves memory.",
     "zero_optimization.override_module_apply": "`zero.Init` makes `Module.apply` gather parameters.",
     "zero_optimization.log_trace_cache_warnings": "Warn when the recorded order of modules does not hold.",
-    "zero_optimization.enable_sanity_checks": "Check that gathered parameters are only written where allowed.",
+    "zero_optimization.enable_sanity_checks": "Check writes to gathered weights, and that ranks gather the same.",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "Keep Muon's momentum in memory under NVMe offload.",
     "zero_optimization.leaf_module": "Modules that are gathered as one unit.",
     "zero_optimization.leaf_module.classes": "By class path.",

@@ -91,9 +91,12 @@ def convert_to_zero_parameters(
     Args:
         parameters: hold the same values on every rank of ``group``. Those that are partitioned already are left.
         shard_device: where shards are kept; None for each parameter's device.
-        sanity_checks: let ``GatheredParameters`` raise when a write would be dropped.
+        sanity_checks: let ``GatheredParameters`` raise when a write would be dropped, and compare each gather with
+            the other ranks' before it begins.
     """
     ranks = ranks_of(group)
+    if sanity_checks:
+        ranks.check_each_gather()
     converted = []
     for parameter in parameters:
         if is_zero_param(parameter):

@@ -353,6 +353,8 @@ def make_secondary(shards: Iterable[ShardedParameter], ranks: Any) -> None:
     """Give each parameter a place for a secondary shard over ``ranks``."""
     for shard in shards:
         shard.secondary = SecondaryShard(ranks)
+        if shard.ranks.checks_each_gather:
+            ranks.check_each_gather()
         parameter = shard.parameter
         parameter.ds_zero_param_process_group = ranks.group
         parameter.ds_secondary_tensor_group_size = ranks.world_size

@@ -18,6 +18,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.comm import watchdog
+from deepspeed.comm.control import ControlChannel
 from deepspeed.runtime.gradients import autograd_internals as autograd
 from deepspeed.runtime.gradients import collectives
 from deepspeed.runtime.gradients.layout import slice_numel
@@ -86,6 +87,17 @@ class ShardRanks:
         self.digest = 0
         self.recent: deque[tuple[int, list[str]]] = deque(maxlen=RECENT)  # names alone: a group outlives its models
         self._orders: dict[torch.device, HostOrder] = {}
+        self._channel: ControlChannel | None = None  # where each gather is compared at once
+
+    def check_each_gather(self) -> None:
+        """From now on compare each gather with the other ranks' before it begins, at the price of a message between
+        hosts. Collective."""
+        if self._channel is None:
+            self._channel = ControlChannel(self.group)
+
+    @property
+    def checks_each_gather(self) -> bool:
+        return self._channel is not None
 
     def order(self, device: torch.device) -> HostOrder:
         """The side stream of gathers on a device."""
@@ -103,6 +115,8 @@ class ShardRanks:
         self._lane.note("gather weights", tuple(shard.name for shard in shards[:4]), key=digest & 0xFFFFFFFF)
         self.digest = digest
         self.recent.append((self.count, [shard.name for shard in shards]))
+        if self._channel is not None:
+            self.check_order(self._channel)
 
     def describe_recent(self) -> list[tuple[int, list[str]]]:
         """Number and parameter names of the last gathers, oldest first."""
