@@ -219,10 +219,20 @@ def restore_masters(optimizer: ZeROOptimizer, saved: SavedState, strict: bool = 
 
 @torch.no_grad()
 def fill_parameter(parameter: torch.nn.Parameter, saved: SavedParameter) -> None:
-    """Give a parameter that nobody trains its saved values, or this rank's part of them. No communication."""
+    """Give a parameter that nobody trains its saved values, or this rank's part of them. No communication.
+
+    Raises:
+        CheckpointError: another shape.
+    """
     shard = shard_of(parameter)
+    shape = parameter.shape if shard is None else shard.shape
+    if shape != saved.shape:
+        raise CheckpointError(f"a frozen weight was saved in shape {tuple(saved.shape)} and has {tuple(shape)} here")
     if shard is None:
         parameter.data.copy_(saved.whole(MASTER))
+    elif shard.full is None and shard.aside is None:
+        saved.fill(MASTER, shard.shard[: shard.end - shard.begin], shard.begin, shard.end)
+        shard.written()
     else:
         shard.write(saved.whole(MASTER).to(shard.device))
 
