@@ -58,7 +58,7 @@ class SavedParameter:
 
     def whole(self, key: str) -> torch.Tensor:
         """An entry in the parameter's shape, in the dtype it was saved in."""
-        dtype = next(saved.tensors[key].dtype for saved in self.ranges if key in saved.tensors)
+        dtype = next((saved.tensors[key].dtype for saved in self.ranges if key in saved.tensors), torch.float32)
         flat = torch.empty(self.shape.numel(), dtype=dtype)
         self.fill(key, flat, 0, flat.numel())
         return flat.view(self.shape)
@@ -108,7 +108,7 @@ def read_zero_files(contents: Iterable[dict[str, Any]], param_shapes: Shapes) ->
         read = _read_stage3 if per_parameter else _read_stage_1_and_2
         read(file, rank, len(files), param_shapes, parameters)
     inner = _inner_state(files[0])
-    return SavedState(parameters, _settings(inner["param_groups"]), files[0].get("loss_scaler"))
+    return SavedState(parameters, settings_of(inner["param_groups"]), files[0].get("loss_scaler"))
 
 
 def _inner_state(file: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +118,8 @@ def _inner_state(file: dict[str, Any]) -> dict[str, Any]:
     return inner
 
 
-def _settings(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def settings_of(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups of a saved optimizer without the numbers of their parameters."""
     return [{key: value for key, value in group.items() if key != "params"} for group in param_groups]
 
 
@@ -152,6 +153,13 @@ def _read_stage3(
             saved.ranges.append(SavedRange(begin, min(begin + numel, total), position, elementwise))
             saved.scalars.update(scalars)
             position += numel
+
+
+def scalars_of_stage3(file: dict[str, Any], param_shapes: Shapes) -> dict[str, dict[str, Any]]:
+    """Entries without dimensions of each parameter, from the optimizer state of the first of the ranks at stage 3."""
+    parameters = {name: SavedParameter(torch.Size(shape)) for group in param_shapes for name, shape in group.items()}
+    _read_stage3(file, 0, file["partition_count"], param_shapes, parameters)
+    return {name: parameter.scalars for name, parameter in parameters.items()}
 
 
 def _read_stage_1_and_2(
@@ -230,7 +238,7 @@ def read_whole_state(
             whole = SavedRange(0, shapes[name].numel(), 0, elementwise)
             parameters[name] = SavedParameter(shapes[name], [whole], scalars)
     scaler = {key: value for key, value in optimizer.items() if key in _SCALER_KEYS}
-    return SavedState(parameters, _settings(inner["param_groups"]), scaler or None)
+    return SavedState(parameters, settings_of(inner["param_groups"]), scaler or None)
 
 
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "scale_window", "scale_factor")

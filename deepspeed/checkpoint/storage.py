@@ -17,7 +17,6 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy
@@ -63,9 +62,11 @@ def sync_folder(folder: str) -> None:
         os.close(handle)
 
 
-def write_tensors(
-    path: str, content: Any, open_stream: "Callable[[str], Any]" = partial(open, mode="wb"), keep: bool = True
-) -> int:
+def _open(path: str) -> Any:
+    return open(path, "wb")
+
+
+def write_tensors(path: str, content: Any, open_stream: Callable[[str], Any] = _open, keep: bool = True) -> int:
     """``torch.save`` that replaces ``path`` at once, when everything is on the disk; the size in bytes.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.checkpoint import files, folders, optimizer_transfer, storage
+from deepspeed.checkpoint import export, files, folders, optimizer_transfer, storage, universal_state
 from deepspeed.checkpoint.optimizer_state import (
     MASTER,
     SavedParameter,
@@ -33,6 +33,7 @@ from deepspeed.runtime.zero.whole_state import load_whole_weights
 from deepspeed.utils.logging import logger
 
 _Result = TypeVar("_Result")
+
 # Top-level keys of a model file that are the engine's and not handed to the caller.
 _OWN_KEYS = {
     "module", "skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd",
@@ -123,7 +124,7 @@ class EngineCheckpoint:
         """Make the folder that is written into."""
         leads, writer = self._leads_storage(), self.checkpoint_engine
         if writer.writes_files():
-            start = partial(folders.start, info.save_dir, info.tag)
+            start = partial(self._start_folder, info)
             self._together(channel, start if leads else _nothing, f"save {info.tag!r}")
         return UnfinishedSave(
             info,
@@ -136,6 +137,11 @@ class EngineCheckpoint:
             together=self._together,
             owner=id(self),
         )
+
+    def _start_folder(self, info: CheckpointCommitInfo) -> None:
+        folders.start(info.save_dir, info.tag)
+        if self._config.zero_optimization_stage > 0:
+            export.place_programs(info.save_dir)
 
     def _hand_over(
         self, channel: ControlChannel, save: UnfinishedSave, make_contents: Callable[[], dict[str, Any]]
@@ -221,7 +227,8 @@ class EngineCheckpoint:
         contents: dict[str, Any] = {}
         if rank == 0 or stage == 3:
             state = self._model_state(stepper, stage, exclude_frozen_parameters)
-            contents[files.model_file(mp_rank, rank if stage == 3 else None)] = state | client_state
+            state |= self._universal_info() | client_state
+            contents[files.model_file(mp_rank, rank if stage == 3 else None)] = state
         if stage > 0:
             name = files.optim_file(rank, mp_rank, self._config.bfloat16_config.enabled)
             contents[name] = {
@@ -263,6 +270,11 @@ class EngineCheckpoint:
             "ds_version": version,
         }
 
+    def _universal_info(self) -> dict[str, Any]:
+        """What the model says about its parameters for universal checkpoints, in an attribute or a method."""
+        info = getattr(self.module, universal_state.UNIVERSAL_CHECKPOINT_INFO, None)
+        return {} if info is None else {universal_state.UNIVERSAL_CHECKPOINT_INFO: info() if callable(info) else info}
+
     def _frozen_parameters(self, stepper: ZeROOptimizer) -> "OrderedDict[str, torch.nn.Parameter]":
         """Parameters that no optimizer trains."""
         trained = {record.parameter for record in stepper.reducer.ledger.records}
@@ -301,7 +313,7 @@ class EngineCheckpoint:
 
         Args:
             load_dir: folder of checkpoints.
-            tag: which one; default what ``latest`` names.
+            tag: which one; default what ``latest`` names (with ``checkpoint.load_universal``, ``latest_universal``).
             load_module_strict: names must match exactly.
             load_optimizer_states: also masters, optimizer state and loss scale; otherwise masters follow the weights.
             load_lr_scheduler_states: also the learning-rate schedule.
@@ -313,14 +325,15 @@ class EngineCheckpoint:
 
         Raises:
             AssertionError (MissingCheckpointError): no such tag; names those that are there.
+            ValueError: with ``checkpoint.load_universal``, no tag and no file ``latest_universal``.
             CheckpointError: files are missing or damaged, or of another model.
         """
-        if self._config.load_universal_checkpoint:
-            raise NotImplementedError("checkpoint.load_universal: universal checkpoints are not built yet")
         stepper = self._require_stepper("load_checkpoint")
         channel = self._checkpoint_channel()
         unfinished.finish(channel)
         named = None if tag is None else files.check_tag(str(tag))
+        if named is None and self._config.load_universal_checkpoint:
+            named = files.check_tag(universal_state.read_latest_universal(load_dir))
         folder = self._together(channel, lambda: _locate(load_dir, named), f"load from {load_dir!r}")
         found = channel.gather(folder is not None, "whether a checkpoint is there")
         if not all(found):
@@ -403,6 +416,8 @@ class EngineCheckpoint:
 
     def _read_optimizer(self, folder: str, state: dict[str, Any], by_name: bool = True) -> SavedState:
         trust = storage.checkpoints_are_trusted()
+        if self._config.load_universal_checkpoint:
+            return universal_state.read_universal(folder, state.get("param_shapes"))
         if state.get("optimizer") is not None:
             records = [record for group in _record_groups(self._stepper) for record in group]
             shapes = {record.name: record.shape for record in records}
@@ -441,11 +456,13 @@ class EngineCheckpoint:
                 self.load_module_state_dict({"module": weights}, strict, custom_load_fn)
             else:
                 self._load_shards(stepper, kept, state, strict)
+                if saved is None:
+                    optimizer_transfer.restore_masters(stepper, kept, strict)
         if saved is not None and not optimizer_transfer.restore(stepper, saved):
             stepper.refresh_fp32_params()
 
     def _load_shards(self, stepper: ZeROOptimizer, kept: SavedState, state: dict[str, Any], strict: bool) -> None:
-        """Each rank reads the ranges it keeps: masters, from which weights follow, and parameters nobody trains."""
+        """Buffers, and of the parameters that nobody trains what each rank keeps."""
         here, there = set(self.module.state_dict()), set(state["module"])
         missing, unexpected = sorted(here - there), sorted(there - here)
         if strict and (missing or unexpected):
@@ -455,7 +472,6 @@ class EngineCheckpoint:
         for name, parameter in self._frozen_parameters(stepper).items():
             if name in kept.parameters:
                 optimizer_transfer.fill_parameter(parameter, kept.parameters[name])
-        optimizer_transfer.restore_masters(stepper, kept, strict)
 
     def _read_frozen(self, folder: str, state: dict[str, Any]) -> dict[str, SavedParameter]:
         """Parameters that nobody trained, from the shards of all ranks."""

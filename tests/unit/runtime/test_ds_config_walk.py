@@ -60,7 +60,7 @@ TESTED_IN = {
     REVIVED: REVIVED,
     "torch_autocast": "runtime",
     "data_types.keep_in_fp32_modules": "runtime",
-    "checkpoint": "",
+    "checkpoint": "checkpoint",
     "zero_optimization.load_from_fp32_weights": "",
     "zero_optimization.pipeline_loading_checkpoint": "",
     "zero_optimization.offload_param": "",
