@@ -190,10 +190,10 @@ class EngineSurface:
         else:
             missing, unexpected = load_whole_weights(self.module, weights)
             missing = [key for key in missing if key not in set(allowed_missing_keys or ())]
-            if strict and (missing or unexpected):
-                raise RuntimeError(f"weights do not fit: missing {missing}, unexpected {unexpected}")
         if self._stepper is not None:
-            self._stepper.refresh_fp32_params()
+            self._stepper.refresh_fp32_params()  # also where keys are refused below: what fits is loaded, as in torch
+        if custom_load_fn is None and strict and (missing or unexpected):
+            raise RuntimeError(f"weights do not fit: missing {missing}, unexpected {unexpected}")
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -491,6 +491,15 @@ class TestEnd(DistributedTest):
             assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
             assert all(p.shape == (0,) and not p._backward_hooks for p in model.parameters())
 
+    def test_a_model_that_is_dropped_while_it_is_whole(self):
+        with deepspeed.zero.Init():
+            model = nn.Linear(8, 8)
+        model.weight.all_gather()
+        left = weakref.ref(model.weight)
+        del model
+        gc.collect()
+        assert left() is None
+
     def test_nested_init_contexts(self):
         """A model that builds another under ``Init``, again and again."""
 

@@ -143,6 +143,16 @@ class TestBits(DistributedTest):
         check_gradients(engine, 9, TOLERANCE[torch.float32])
         check_weights(engine)
 
+    def test_refused_keys_leave_masters_and_weights_alike(self):
+        engine = make_engine(OddNet(awkward_sizes(torch_dist.get_world_size())), 3)
+        given = {name: torch.full(p.ds_shape, 2.0) for name, p in engine.module.named_parameters() if name != "first"}
+        with pytest.raises(RuntimeError, match="missing \\['first'\\]"):
+            engine.load_module_state_dict({"module": given})
+        for name, weight in check_weights(engine).items():
+            if weight.numel() and name != "frozen":
+                master = safe_get_full_fp32_param(engine.module.get_parameter(name))
+                assert torch.equal(master, weight) and (name == "first" or bool((weight == 2).all())), name
+
     def test_consolidated_state(self):
         model = OddNet(awkward_sizes(torch_dist.get_world_size()))
         engine = make_engine(model, 3)
