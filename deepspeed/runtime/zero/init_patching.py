@@ -54,6 +54,8 @@ class ConstructionPatch:
         patch_linear: ``torch.nn.functional.linear`` becomes ``zero3_linear_wrap``.
         module_apply: replaces ``nn.Module.apply``; called as ``module_apply(module, fn)``. ``original_module_apply``
             is the one that it replaces.
+        wrap_initialiser: makes the replacement of each in-place function of ``torch.nn.init`` (``normal_``), there and
+            in the modules that imported it.
         wrap: makes the replacement of a constructor: ``wrap(fn, target_fp_dtype=..., target_device=...)``. ``fn`` is
             the function found in torch; None for an override that does not apply.
 
@@ -70,6 +72,7 @@ class ConstructionPatch:
         patch_linear: bool,
         module_apply: Callable[[nn.Module, Callable[[nn.Module], None]], nn.Module] | None,
         wrap: Callable[..., Callable[..., torch.Tensor]] | None = None,
+        wrap_initialiser: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]] | None = None,
     ) -> None:
         names = {item.name if isinstance(item, enum.Enum) else item for item in overrides}
         unknown = names - {"dtype", "device"}
@@ -81,6 +84,7 @@ class ConstructionPatch:
         self.patch_linear = patch_linear
         self.module_apply = module_apply
         self.wrap = wrap or fp_tensor_constructor
+        self.wrap_initialiser = wrap_initialiser
         self._replaced: list[_Attribute] = []
         self._wrapped: dict[Callable, Callable] = {}  # constructor -> what is called in its stead
         self._lifted = False  # by shutdown()
@@ -166,6 +170,9 @@ class ConstructionPatch:
             yield nn.functional, "linear", zero3_linear_wrap
         if self.module_apply is not None:
             yield nn.Module, "apply", self.module_apply
+        if self.wrap_initialiser is not None:
+            for owner, name, function in _initialisers():
+                yield owner, name, self.wrap_initialiser(function)
 
     def _dispatcher(self, found: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         plain = _dispatched.get(found, found)
@@ -258,6 +265,16 @@ def tensor_new(target_fp_dtype: torch.dtype | None, target_device: torch.device 
         return _as_wanted(made, target_fp_dtype)
 
     return new
+
+
+def _initialisers() -> list[tuple[Any, str, Callable[..., torch.Tensor]]]:
+    """In-place functions of ``torch.nn.init``, wherever a module has them under their own name."""
+    functions = {n: f for n, f in vars(nn.init).items() if n.endswith("_") and not n.startswith("_") and callable(f)}
+    found = []
+    for module in list(sys.modules.values()):
+        own = getattr(module, "__dict__", {})
+        found += [(module, name, function) for name, function in functions.items() if own.get(name) is function]
+    return found
 
 
 @functools.cache

@@ -542,6 +542,7 @@ class Init:
             patch_linear=False,
             module_apply=_apply_to_whole if zero.override_module_apply else None,
             wrap=lambda *args, **kwargs: zero_wrapper_for_fp_tensor_constructor(*args, **kwargs),
+            wrap_initialiser=_initialise_whole,
         )
 
     @property
@@ -612,6 +613,22 @@ def _apply_to_whole(module: torch.nn.Module, fn: Callable[[torch.nn.Module], Non
     with GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
         fn(module)
     return module
+
+
+def _initialise_whole(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``function`` of ``torch.nn.init``, also for a parameter that is partitioned already: constructors initialise what
+    their children own (``torch.nn.MultiheadAttention`` does), and a write to an empty tensor would be lost."""
+
+    @functools.wraps(function)
+    def initialise(*args: Any, **kwargs: Any) -> torch.Tensor:
+        shard = shard_of(args[0] if args else kwargs.get("tensor"))
+        if shard is None or shard.full is not None:
+            return function(*args, **kwargs)
+        source = dist.get_global_rank(shard.ranks.data_parallel_group, 0)
+        with GatheredParameters(shard.parameter, modifier_rank=source):
+            return function(*args, **kwargs)
+
+    return initialise
 
 
 def _group(data_parallel_group: Any, sequence_data_parallel_group: Any, mpu: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.init import zeros_
 
 import deepspeed
 import deepspeed.comm as dist
@@ -342,6 +343,28 @@ class TestContext(DistributedTest):
         assert_partitioned(module)
         for name, value in weights_of(module).items():
             assert torch.equal(value, torch.full_like(value, 1.0 if "weight" in name else 3.0)), name
+
+    def test_a_parent_initialises_what_its_children_own(self) -> None:
+        class Parent(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 3)
+                nn.init.normal_(self.first.weight, std=10.0)
+                nn.init.xavier_uniform_(tensor=self.second.weight)
+                zeros_(self.second.bias)
+                self.attention = nn.MultiheadAttention(6, 2)  # sets the bias of a child to 0
+
+        former = nn.init.normal_
+        torch.manual_seed(3 + dist.get_rank())
+        with deepspeed.zero.Init(config_dict_or_path=FP32):
+            module = Parent()
+        assert nn.init.normal_ is former
+        assert_partitioned(module)
+        torch.manual_seed(3)
+        expected = dict(Parent().named_parameters())
+        for name, value in weights_of(module).items():
+            assert torch.equal(value, expected[name]), name
+        assert not weights_of(module)["attention.out_proj.bias"].any()
 
     def test_parameters_replaced_by_a_parent(self) -> None:
         class Parent(nn.Module):
