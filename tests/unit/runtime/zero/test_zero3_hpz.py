@@ -7,7 +7,7 @@ import torch.distributed as torch_dist
 from torch import nn
 
 import deepspeed
-from deepspeed.runtime.zero.sharded_parameter import Gather, shard_of
+from deepspeed.runtime.zero.sharded_parameter import Gather, shard_of, start_gathers
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from unit.common import DistributedTest
 from unit.graphs import (
@@ -83,16 +83,32 @@ class TestSecondaryShards(DistributedTest):
     def test_backward_gathers_in_the_small_group(self, monkeypatch):
         engine = make_engine(make_model(), 3, zero=HPZ)
         log = sizes_of_gathers(monkeypatch)
-        for loss in encoder_twice(engine, engine.module, my_batch(engine, 0)):
-            engine.backward(loss)
-        assert {size for size, backward in log if backward} == {2}
-        assert {size for size, backward in log if not backward} == {4}
+        for window in range(3):
+            log.clear()
+            for loss in encoder_twice(engine, engine.module, my_batch(engine, window)):
+                engine.backward(loss)
+            assert {size for size, backward in log if backward} == {2}, window
+            assert {size for size, backward in log if not backward} == {4}, window
+            engine.step()
         secondary = shard_of(engine.module.core[0].weight).secondary
         assert torch_dist.get_process_group_ranks(secondary.ranks.data_parallel_group) == [
             torch_dist.get_rank() // 2 * 2,
             torch_dist.get_rank() // 2 * 2 + 1,
         ]
-        engine.step()
+
+    def test_stale_ones_are_not_gathered_from(self):
+        engine = make_engine(make_model(), 3, zero=HPZ)
+        with torch.no_grad():
+            engine(my_batch(engine, 0).x)
+        shards = [shard_of(parameter) for parameter in engine.module.core.parameters()]
+        assert all(shard.secondary.version == shard.version for shard in shards)
+        edit(engine)
+        wanted = weights_of(engine.module.core)
+        for gather in start_gathers(shards, prefer_secondary=True):
+            gather.wait()
+        for name, parameter in engine.module.core.named_parameters():
+            assert torch.equal(parameter.data, wanted[name])
+            shard_of(parameter).hide()
 
     def test_written_between_forward_and_backward(self):
         engine = make_engine(make_model(), 3, zero=HPZ)
