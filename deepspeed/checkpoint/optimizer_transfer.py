@@ -86,7 +86,8 @@ def replicated_state(optimizer: ReplicatedOptimizer) -> dict[str, Any]:
     if not optimizer.has_masters:
         return inner
     scaler = optimizer.loss_scaler
-    state = {"dynamic_loss_scale": scaler.dynamic, "optimizer_state_dict": inner}
+    # DeepSpeed wants a count of steps here also where the scale never changes
+    state = {"dynamic_loss_scale": scaler.dynamic, "cur_iter": 0, "optimizer_state_dict": inner}
     state["fp32_groups"] = [[master.detach() for master in group] for group in optimizer.fp32_groups]
     return state | {key: value for key, value in vars(scaler).items() if isinstance(value, (int, float))}
 

@@ -491,7 +491,8 @@ def _warmup_fraction(steps_taken: int, warmup_num_steps: int, warmup_type: str) 
         return 1.0
     if warmup_type == WARMUP_LINEAR_RATE:
         return steps_taken / warmup_num_steps
-    return math.log(max(1, steps_taken)) / math.log(warmup_num_steps)
+    # rounded as DeepSpeed rounds, so that a rate that comes from its checkpoint is the one that is computed here
+    return (1.0 / math.log(warmup_num_steps)) * math.log(max(1, steps_taken))
 
 
 def _decay_progress(steps_taken: int, warmup_num_steps: int, total_num_steps: int) -> float:

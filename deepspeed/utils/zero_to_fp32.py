@@ -23,7 +23,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -79,6 +79,11 @@ _PLAIN = {
 }
 
 
+def _plain_tensor(rebuild: Callable[..., Any], kind: Any, args: tuple[Any, ...], attributes: Any) -> Any:
+    """A tensor that was saved with attributes of its own, or of a subclass, without those."""
+    return rebuild(*args)
+
+
 class _PlainUnpickler(pickle.Unpickler):
     """Knows tensors and containers; any other name in a file becomes a ``StandIn``, never code."""
 
@@ -87,6 +92,8 @@ class _PlainUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
+            return _plain_tensor
         if name == "ZeroStageEnum":
             return int
         return type(name, (StandIn,), {"__module__": module})
@@ -683,12 +690,14 @@ def _write_safetensors(path: str, state: StateDict, dtype: torch.dtype | None, a
     with open(path, "wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for value in state.values():
-            tensor = _copy(value, _dtype_of(value, dtype))
-            size = _nbytes(value, dtype)
-            if size:
-                # numpy, which has no bfloat16 and need not be there, is not asked for the bytes
-                stream.write((ctypes.c_char * size).from_address(tensor.data_ptr()))
-            advance(size)
+            _write_bytes(stream, _copy(value, _dtype_of(value, dtype)))
+            advance(_nbytes(value, dtype))
+
+
+def _write_bytes(stream: BinaryIO, tensor: torch.Tensor) -> None:
+    if tensor.nbytes:
+        # numpy, which has no bfloat16 and need not be there, is not asked for the bytes
+        stream.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def convert_zero_checkpoint_to_state_dict(
