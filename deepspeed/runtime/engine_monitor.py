@@ -121,7 +121,7 @@ def _values_of(engine: DeepSpeedEngine) -> dict[str, float | None]:
     stepper = engine._stepper
     return {
         "lr": _number(next(iter(engine.get_lr()), None)),
-        "loss_scale": stepper.loss_scale if engine.fp16_enabled() else None,
+        "loss_scale": stepper.loss_scale if engine.fp16_enabled() or stepper.needs_scaler() else None,
         "grad_norm": _number(engine.get_global_grad_norm()),
         "grad_norm_clipped": _number(stepper._clipped_grad_norm) if engine.was_step_applied() else None,
         "skipped_steps": engine.skipped_steps,

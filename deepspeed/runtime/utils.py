@@ -12,6 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.gradients import autograd_internals as autograd
+from deepspeed.runtime.gradients.arithmetic import sum_of_squares
 from deepspeed.utils.logging import print_dist
 
 
@@ -71,18 +72,23 @@ def map_tensors(item: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
     return item
 
 
+@torch.no_grad()
 def clip_grad_norm_(
-    parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float = 2, mpu: Any = None
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> torch.Tensor:
-    """Scale the ``.grad`` of ``parameters`` so that their total norm is at most ``max_norm``; returns the norm before.
+    """Scale the ``.grad`` of ``parameters`` so that their total norm is at most ``max_norm``.
 
     With ``mpu`` the norm is taken over its model-parallel group.
+
+    Returns:
+        the norm before: 0-dim float32.
     """
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return torch.zeros(())
-    norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in gradients])
-    total = torch.linalg.vector_norm(norms, norm_type)
+    total = _norm_of(gradients, norm_type)
     if mpu is not None:
         infinite = norm_type == float("inf")
         powered = total if infinite else total**norm_type
@@ -90,10 +96,21 @@ def clip_grad_norm_(
             powered, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mpu.get_model_parallel_group()
         )
         total = powered if infinite else powered ** (1.0 / norm_type)
-    factor = max_norm / (total + 1e-6)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        gradient.mul_(factor.clamp(max=1.0).to(gradient.dtype))
-    return total
+        # as 0-dim tensor it does not widen the product, and is not rounded to the gradient's dtype before
+        gradient.mul_(factor.to(gradient.device))
+    return total.float()
+
+
+def _norm_of(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """0-dim float64, on the device of the first gradient."""
+    device = gradients[0].device
+    if norm_type == 2:
+        return torch.stack([sum_of_squares(g.detach().reshape(-1)).to(device) for g in gradients]).sum().sqrt()
+    wide = [torch.promote_types(g.dtype, torch.float32) for g in gradients]
+    norms = [torch.linalg.vector_norm(g.detach(), norm_type, dtype=d).double() for g, d in zip(gradients, wide)]
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
 
 
 def get_global_norm(norm_list: list[float]) -> float:

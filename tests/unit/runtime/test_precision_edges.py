@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.gradients.arithmetic import NORM_ROW, exact_sum_of_squares, sum_of_squares
+from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.utils import logger, safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_grad
 from unit.common import DistributedTest
 from unit.graphs import weights_of
@@ -36,6 +37,24 @@ def test_sums_of_squares_do_not_lose_what_is_added_late() -> None:
     assert exact_sum_of_squares(torch.full((3,), 1e30)).item() == pytest.approx(3e60)
     assert exact_sum_of_squares(torch.full((5,), 1e-40)).item() == pytest.approx(5e-80, rel=1e-4)
     assert math.isnan(exact_sum_of_squares(torch.tensor([1.0, math.nan])).item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_public_clip_helper_leaves_the_norm_that_was_asked_for(dtype: torch.dtype) -> None:
+    """#39"""
+    for norm_type, before in ((2, 10.0), (math.inf, 8.0), (1, 14.0)):
+        parameters = [nn.Parameter(torch.zeros(1, dtype=dtype)) for _ in range(3)]
+        parameters[0].grad, parameters[1].grad = (torch.full((1,), size, dtype=dtype) for size in (6.0, -8.0))
+        assert clip_grad_norm_(parameters, 1.0, norm_type).item() == pytest.approx(before, rel=1e-6)
+        after = torch.stack([p.grad.double() for p in parameters[:2]]).norm(norm_type).item()
+        assert after == pytest.approx(1.0, rel=2 * torch.finfo(dtype).eps + 1e-6), (norm_type, dtype)
+        kept = [p.grad.clone() for p in parameters[:2]]
+        clip_grad_norm_(iter(parameters), 2.0, norm_type)
+        assert all(torch.equal(p.grad, k) for p, k in zip(parameters, kept)), "below the limit nothing changes"
+    single = nn.Parameter(torch.zeros(2, dtype=dtype))
+    single.grad = torch.tensor([3.0, 4.0], dtype=dtype)
+    assert clip_grad_norm_(single, 10.0).item() == 5.0 and parameters[2].grad is None
+    assert clip_grad_norm_([nn.Parameter(torch.zeros(1))], 1.0).item() == 0.0
 
 
 class OneElement(nn.Module):

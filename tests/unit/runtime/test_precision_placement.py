@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +132,21 @@ class TestAutocast(DistributedTest):
                         losses[-1].append(engine(inputs()).item())
             assert losses[0] == losses[1] == losses[2], stage
             assert len(set(losses[0])) == 4, "each step changes the loss"
+
+    def test_monitors_see_the_loss_scale_of_fp16_autocast(self, tmp_path: Path) -> None:
+        for name, written in (("float16", ["4,8.0", "8,16.0"]), ("bfloat16", None)):
+            engine = make_engine(
+                2,
+                torch_autocast={"enabled": True, "dtype": name},
+                fp16={"initial_scale_power": 2, "loss_scale_window": 1},
+                csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": name},
+            )
+            for _ in range(2):
+                train(engine, inputs())
+            engine.destroy()
+            file = tmp_path / name / "Train_Samples_loss_scale.csv"
+            if dist.get_rank() == 0:
+                assert (file.read_text().split()[1:] if file.exists() else None) == written
 
 
 class TestPartsInFp32(DistributedTest):
