@@ -36,6 +36,7 @@ _DATA_CLASSES = [
     pathlib.PurePosixPath, datetime.datetime, datetime.date, datetime.timedelta, datetime.timezone,
 ]  # fmt: skip
 _MAX_READERS = 8
+_PICKLE = b"\x80\x02\x8a\n"  # protocol 2, then a long number: the mark of torch's format before zip
 
 
 def _numpy_classes() -> list[Any]:
@@ -47,6 +48,10 @@ def _numpy_classes() -> list[Any]:
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be read: it is incomplete, damaged, or of another model."""
+
+
+class DamagedFileError(CheckpointError):
+    """A file is not what was written."""
 
 
 class MissingCheckpointError(CheckpointError, AssertionError):
@@ -110,14 +115,21 @@ def read_tensors(path: str, trust: bool = False, map_location: Any = "cpu") -> A
         raise FileNotFoundError(f"checkpoint file {path} does not exist")
     try:
         with torch.serialization.safe_globals(_OWN_CLASSES + _DATA_CLASSES + _numpy_classes()):
-            return torch.load(path, map_location=map_location, weights_only=not trust, mmap=True)
+            mapped = not _is_of_old_format(path)
+            return torch.load(path, map_location=map_location, weights_only=not trust, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"checkpoint file {path} holds objects that could run code when read ({error}). If you trust its source,"
             " set the environment variable DS_TRUST_CHECKPOINTS=1"
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint file {path} is damaged or incomplete ({error})") from error
+        raise DamagedFileError(f"checkpoint file {path} is damaged or incomplete ({error})") from error
+
+
+def _is_of_old_format(path: str) -> bool:
+    """Whether a file is of ``checkpoint_serialization: false``: pickles one after the other, not a zip archive."""
+    with open(path, "rb") as stream:
+        return stream.read(len(_PICKLE)) == _PICKLE
 
 
 def checkpoints_are_trusted() -> bool:
@@ -147,12 +159,10 @@ def needs_trust(content: Any) -> set[str]:
     return {f"{kind.__module__}.{kind.__qualname__}"}
 
 
-def compare_sums(path: str) -> None:
-    """Compare the contents of a file of ``torch.save`` with the checksums in it, one thread per large tensor.
-
-    Raises:
-        CheckpointError: they differ.
-    """
+def wrong_sums(path: str) -> list[str]:
+    """What does not match the checksums in a file of ``torch.save``, one thread per large tensor; empty if all does."""
+    if _is_of_old_format(path):
+        return []  # there are none
     try:
         with (
             open(path, "rb") as stream,
@@ -165,12 +175,11 @@ def compare_sums(path: str) -> None:
             wrong = [
                 record.filename
                 for record, sum_there in zip(records, pool.map(_sum_of(view), records))
-                if sum_there != record.CRC
+                if record.CRC not in (0, sum_there)  # 0: written without, by torch.serialization.set_crc32_options
             ]
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-        raise CheckpointError(f"file {path} is damaged ({error})") from error
-    if wrong:
-        raise CheckpointError(f"file {path} is damaged: contents of {wrong[:3]} do not match their checksums")
+        return [f"{os.path.basename(path)} is damaged ({error})"]
+    return [f"{os.path.basename(path)}: contents of {wrong[:3]} do not match their checksums"] if wrong else []
 
 
 def _sum_of(file: memoryview) -> "Callable[[zipfile.ZipInfo], int]":

@@ -265,6 +265,9 @@ NO_EFFECT: dict[str, str] = {
     "zero_optimization.use_multi_rank_bucket_allreduce": "no bucket has two owners",
     "zero_optimization.ignore_unused_parameters": "an unused parameter has a gradient of zeros",
     "zero_optimization.elastic_checkpoint": "deprecated, superseded by universal checkpoints",
+    "zero_optimization.pipeline_loading_checkpoint": "files are mapped: each rank reads what it keeps",
+    "checkpoint.checkpoint_serialization": "files are written in torch's zip format, to be mapped; both are read",
+    "checkpoint.parallel_write.pipeline_stage": "pipeline parallelism is not built",
     "zero_optimization.cpu_offload_use_pin_memory": "deprecated, superseded by pin_memory of the offload sections",
 }
 

@@ -20,7 +20,7 @@ from deepspeed.checkpoint.optimizer_state import (
     read_zero_files,
     shared_out,
 )
-from deepspeed.checkpoint.storage import CheckpointError, MissingCheckpointError
+from deepspeed.checkpoint.storage import CheckpointError, DamagedFileError, MissingCheckpointError
 from deepspeed.comm.control import ControlChannel
 from deepspeed.git_version_info import version
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -108,9 +108,7 @@ class EngineCheckpoint:
         _warn_about_classes(client_state or {})
         # The folder must be the same one when the writer comes to it, wherever the program has gone by then.
         save = self._begin_save(channel, CheckpointCommitInfo(tag, os.path.abspath(save_dir), save_latest))
-        self._hand_over(
-            channel, save, lambda: self._contents(stepper, client_state or {}, exclude_frozen_parameters)
-        )
+        self._hand_over(channel, save, lambda: self._contents(stepper, client_state or {}, exclude_frozen_parameters))
         if not save.writer.writes_files():
             save.writer.commit(save.info)
             logger.warning(f"checkpoint.writer.type MOCK: checkpoint {tag!r} is not there")
@@ -282,14 +280,7 @@ class EngineCheckpoint:
 
     def _shared_parameters(self) -> dict[str, str]:
         """Further names of tied parameters, and the name under which each is kept; on rank 0."""
-        if dist.get_rank() != 0:
-            return {}
-        first: dict[torch.nn.Parameter, str] = {}
-        shared = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if first.setdefault(parameter, name) != name:
-                shared[name] = first[parameter]
-        return shared
+        return _aliases(self.module) if dist.get_rank() == 0 else {}
 
     def _get_zero_param_shapes(self) -> Any:
         return optimizer_transfer.trained_shapes(self._require_stepper("_get_zero_param_shapes"))
@@ -347,8 +338,14 @@ class EngineCheckpoint:
             return None, None
         with_state = load_optimizer_states and not load_module_only
         what = f"load checkpoint {folder}"
+        weights_only = not with_state and not files.find_shard_model_files(folder, self._mp_rank())
+        self._together(
+            channel,
+            lambda: folders.check_files(folder, load_dir, weights_only, channel.rank, channel.world_size),
+            what,
+        )
         path, state, saved = self._together(
-            channel, lambda: self._read(stepper, channel, load_dir, folder, with_state, custom_load_fn is None), what
+            channel, lambda: self._read(stepper, load_dir, folder, with_state, custom_load_fn is None), what
         )
         self.zero_grad()
         self.schedule.change_steps(self.schedule.steps)  # the next micro-step is the first of a window
@@ -371,37 +368,21 @@ class EngineCheckpoint:
         return self.get_model_parallel_rank()
 
     def _read(
-        self,
-        stepper: ZeROOptimizer,
-        channel: ControlChannel,
-        load_dir: str,
-        folder: str,
-        with_state: bool,
-        by_name: bool,
+        self, stepper: ZeROOptimizer, load_dir: str, folder: str, with_state: bool, by_name: bool
     ) -> tuple[str, dict[str, Any], SavedState | None]:
-        """Map the files and compare them with the manifest and the model; nothing is changed yet.
+        """Map the files and compare them with the model; nothing is changed yet.
 
         Returns:
             path of the model file, its contents, and the optimizer state if that is wanted.
         """
-        weights_only = not with_state and not files.find_shard_model_files(folder, self._mp_rank())
-        folders.check_whole(folder, load_dir, weights_only)
-        self._compare_sums(channel, load_dir, folder, weights_only)
-        path, state = self._read_model_file(folder)
-        saved = self._read_optimizer(folder, state, by_name) if with_state else None
+        try:
+            path, state = self._read_model_file(folder)
+            saved = self._read_optimizer(folder, state, by_name) if with_state else None
+        except DamagedFileError as error:
+            raise CheckpointError(f"{error}. {folders.whole_tags(load_dir)}") from error
         if saved is not None:
             optimizer_transfer.check_same_model(stepper, saved)
         return path, state, saved
-
-    def _compare_sums(self, channel: ControlChannel, load_dir: str, folder: str, weights_only: bool) -> None:
-        """Ranks share the files among them, so that all together read each once."""
-        names = sorted(storage.read_manifest(folder) or ()) if storage.sums_are_checked() else []
-        for name in names[channel.rank :: channel.world_size]:
-            if not (weights_only and files.is_optim_file(name)):
-                try:
-                    storage.compare_sums(os.path.join(folder, name))
-                except CheckpointError as error:
-                    raise CheckpointError(f"{error}. {folders.whole_tags(load_dir)}") from error
 
     def _read_model_file(self, folder: str) -> tuple[str, dict[str, Any]]:
         mp_rank = self._mp_rank()
@@ -458,7 +439,12 @@ class EngineCheckpoint:
                 self._load_shards(stepper, kept, state, strict)
                 if saved is None:
                     optimizer_transfer.restore_masters(stepper, kept, strict)
-        if saved is not None and not optimizer_transfer.restore(stepper, saved):
+        if saved is None:
+            return
+        has_masters = optimizer_transfer.restore(stepper, saved)
+        # At stage 3 there are no other weights in the files than masters.
+        from_masters = in_shards or self._config.zero_config.load_from_fp32_weights
+        if not (has_masters and from_masters):
             stepper.refresh_fp32_params()
 
     def _load_shards(self, stepper: ZeROOptimizer, kept: SavedState, state: dict[str, Any], strict: bool) -> None:
@@ -485,12 +471,11 @@ class EngineCheckpoint:
             for name, shape in shapes.items()
         }
 
-    @staticmethod
-    def _whole_weights(kept: SavedState, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Whole weights, on the host."""
+    def _whole_weights(self, kept: SavedState, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Whole weights, on the host, under all their names."""
         whole = {name: parameter.whole(MASTER) for name, parameter in kept.parameters.items()}
-        aliases = {alias: name for alias, name in (state.get("shared_params") or {}).items() if name in whole}
-        return whole | {alias: whole[name] for alias, name in aliases.items()}
+        aliases = _aliases(self.module) | (state.get("shared_params") or {})
+        return whole | {alias: whole[name] for alias, name in aliases.items() if name in whole}
 
     def _load_counters(self, state: dict[str, Any], module_only: bool, schedule: bool) -> None:
         if module_only:
@@ -508,6 +493,13 @@ def _record_groups(stepper: ZeROOptimizer) -> list[list[Any]]:
     for group in stepper.reducer.layout.groups:
         groups[group.param_group] += group.records
     return groups
+
+
+def _aliases(module: torch.nn.Module) -> dict[str, str]:
+    """Further names of tied parameters, and the first name of each."""
+    first: dict[torch.nn.Parameter, str] = {}
+    names = module.named_parameters(remove_duplicate=False)
+    return {name: first[parameter] for name, parameter in names if first.setdefault(parameter, name) != name}
 
 
 def _buffer_names(module: torch.nn.Module) -> list[str]:

@@ -7,6 +7,8 @@ import threading
 import time
 from typing import Any
 
+import numpy
+
 from deepspeed.runtime.model_checkpointing import constants as const
 from deepspeed.utils.logging import logger
 
@@ -28,12 +30,12 @@ class CheckpointStream(io.RawIOBase):
         self._size = buffer_size
         self._statistics = statistics
         self._begun = time.perf_counter()
-        self._buffers: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+        self._buffers: queue.SimpleQueue[numpy.ndarray] = queue.SimpleQueue()
         for _ in range(1 + double):
-            self._buffers.put(bytearray(buffer_size if self._file else 0))
+            self._buffers.put(numpy.empty(buffer_size if self._file else 0, dtype=numpy.uint8))
         self._buffer = self._buffers.get()
         self._filled = self._position = 0
-        self._full: queue.SimpleQueue[tuple[bytearray, int] | None] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[tuple[numpy.ndarray, int] | None] = queue.SimpleQueue()
         self._fault: OSError | None = None
         self._thread = None
         if double and self._file is not None:
@@ -46,10 +48,13 @@ class CheckpointStream(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self._position += len(view)
-        start = 0 if self._file is not None else len(view)
+        if self._file is None or not len(view):
+            return len(view)
+        # numpy lets other threads run while it copies; a bytearray would stop training for as long.
+        source, start = numpy.frombuffer(view, dtype=numpy.uint8), 0
         while start < len(view):
             count = min(len(view) - start, self._size - self._filled)
-            self._buffer[self._filled : self._filled + count] = view[start : start + count]
+            self._buffer[self._filled : self._filled + count] = source[start : start + count]
             self._filled += count
             start += count
             if self._filled == self._size:
@@ -74,7 +79,7 @@ class CheckpointStream(io.RawIOBase):
         self._filled = 0
         self._raise_fault()
 
-    def _write_out(self, buffer: bytearray, filled: int) -> None:
+    def _write_out(self, buffer: numpy.ndarray, filled: int) -> None:
         view = memoryview(buffer)[:filled]
         while len(view):
             view = view[self._file.write(view) :]

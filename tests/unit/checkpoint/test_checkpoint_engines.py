@@ -304,6 +304,26 @@ class TestWritersOfAnEngine(DistributedTest):
         assert os.listdir(str(tmpdir)) == []
         engine.destroy()
 
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_masters_from_fp32_weights_or_not(self, stage, tmpdir):
+        engine = make(stage, "bf16")
+        for step in range(2):
+            run_window(engine, batches_of(dist.get_rank(), 1, "bf16", step))
+            engine.step()
+        engine.save_checkpoint(str(tmpdir))
+        expected = state_of(engine)
+        for from_fp32 in (True, False):
+            zero = {"stage": stage, "load_from_fp32_weights": from_fp32}
+            other = make(stage, "bf16", zero_optimization=zero)
+            other.load_checkpoint(str(tmpdir))
+            found = state_of(other)
+            check_same(found[1:], expected[1:])
+            rounded = expected[0].bfloat16().float()
+            assert not torch.equal(rounded, expected[0])
+            assert torch.equal(found[0], expected[0] if from_fp32 else rounded)
+            other.destroy()
+        engine.destroy()
+
     def test_one_of_the_users_own(self, tmpdir):
         engine = make(1)
         assert type(engine.checkpoint_engine) is TorchCheckpointEngine and not engine.checkpoint_writer_enabled()
@@ -415,6 +435,15 @@ def test_host_copies_use_their_memory_again():
     buffers.release()
     assert sum(len(kept) for kept in buffers._free.values()) == 1  # what it had no use for is given back
     assert len(places) == 2
+
+
+def test_files_of_the_old_format_are_read(tmp_path):
+    path = str(tmp_path / "old.pt")  # checkpoint_serialization: false
+    torch.save({"w": torch.arange(5.0)}, path, _use_new_zipfile_serialization=False)
+    assert torch.equal(storage.read_tensors(path)["w"], torch.arange(5.0))
+    (tmp_path / "cut.pt").write_bytes(Path(path).read_bytes()[:-8])
+    with pytest.raises(storage.CheckpointError):
+        storage.read_tensors(str(tmp_path / "cut.pt"))
 
 
 def test_tied_tensors_are_written_once(tmp_path):

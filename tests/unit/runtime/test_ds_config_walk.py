@@ -61,8 +61,7 @@ TESTED_IN = {
     "torch_autocast": "runtime",
     "data_types.keep_in_fp32_modules": "runtime",
     "checkpoint": "checkpoint",
-    "zero_optimization.load_from_fp32_weights": "",
-    "zero_optimization.pipeline_loading_checkpoint": "",
+    "zero_optimization.load_from_fp32_weights": "checkpoint",
     "zero_optimization.offload_param": "",
     "zero_optimization.offload_optimizer": "",
     "aio": "",
@@ -167,9 +166,9 @@ def test_a_given_key_without_effect_is_named_in_one_debug_line(path: str, monkey
     try:
         key, config = KEYS[path], {"train_batch_size": 1}
         value = {} if key.kind == "dict" else not key.default
-        section, _, name = path.rpartition(".")
-        config |= {section: {name: value}} if section else {name: value}
-        DeepSpeedConfig(config)
+        for name in reversed(path.split(".")):
+            value = {name: value}
+        DeepSpeedConfig(config | value)
         DeepSpeedConfig({"train_batch_size": 1, "fp16": {"enabled": False}})
     finally:
         package_logging.logger.setLevel(level_before)
