@@ -117,20 +117,31 @@ def find(load_dir: str, tag: str) -> str:
 
 
 def holds_model(folder: str) -> bool:
-    """Whether some file of weights is there."""
-    return os.path.isdir(folder) and any(name.endswith(files.MODEL_SUFFIX) for name in os.listdir(folder))
+    """Whether some file of weights is there, or a manifest, which says what should be."""
+    return os.path.isdir(folder) and any(
+        name.endswith(files.MODEL_SUFFIX) or name == files.MANIFEST for name in os.listdir(folder)
+    )
 
 
-def check_whole(folder: str, load_dir: str, weights_only: bool = False) -> None:
-    """Compare names and sizes of files with the manifest.
+def check_files(folder: str, load_dir: str, weights_only: bool = False, rank: int = 0, world_size: int = 1) -> None:
+    """Compare names and sizes of files with the manifest, and their contents with their checksums.
 
     Args:
         weights_only: files of optimizer state do not matter.
+        rank, world_size: ranks share the checksums among them, so that all together read each file once.
 
     Raises:
         CheckpointError: names missing and damaged files, and tags that are whole.
     """
-    faults = storage.faults_of(folder, only=lambda name: not (weights_only and files.is_optim_file(name)))
+
+    def matters(name: str) -> bool:
+        return not (weights_only and files.is_optim_file(name))
+
+    faults = storage.faults_of(folder, only=matters)
+    if not faults and storage.sums_are_checked():
+        names = sorted(filter(matters, storage.read_manifest(folder) or ()))
+        for name in names[rank::world_size]:
+            faults += storage.wrong_sums(os.path.join(folder, name))
     if faults:
         raise CheckpointError(f"checkpoint {folder} is damaged: {'; '.join(faults[:8])}. {whole_tags(load_dir)}")
 

@@ -154,7 +154,7 @@ def kept_by_name(engine: Any, kind: str = "AdamW") -> dict[str, Any]:
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
             state[f"master of {name}"] = safe_get_full_fp32_param(parameter).clone()
-            for key in ELEMENTWISE[kind] if engine.global_steps > engine.skipped_steps else ():
+            for key in ELEMENTWISE[kind] if any(engine.optimizer.state.values()) else ():
                 state[f"{key} of {name}"] = safe_get_full_optimizer_state(parameter, key).clone()
     steps = [float(s["step"]) for s in engine.optimizer.state.values() if "step" in s]
     state["step"] = sorted(set(steps))
