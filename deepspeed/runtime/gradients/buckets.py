@@ -88,6 +88,7 @@ class Bucket:
         self.device = device
         self.slot = position % BufferPool.SLOTS
         self.waiting = 0  # records of which a firing is still awaited
+        self.held_back = 0  # 1: never leaves before the sweep
         self.landed = False  # whether this window's shard holds something for this bucket
         self.local: torch.Tensor | None = None  # contributions parked on this rank
         self.local_in_use = False

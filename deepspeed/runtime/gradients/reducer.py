@@ -10,7 +10,7 @@ True gradients come out: divided by accumulation count, world size and loss scal
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -167,7 +167,7 @@ class GradientReducer:
         self.ledger.expect()
         if self._eager:
             for bucket in self.buckets:
-                bucket.waiting = sum(1 for piece in bucket.plan.pieces if piece.record.awaited)
+                bucket.waiting = sum(1 for piece in bucket.plan.pieces if piece.record.awaited) + bucket.held_back
 
     def reduces_now(self) -> bool:
         """Whether a backward of the present micro-step reduces."""
@@ -192,6 +192,14 @@ class GradientReducer:
         while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0 and self._may_send(scope):
             self._open_round(scope)
             self._send(self.buckets[self._next])
+
+    def hold_back(self, records: Iterable[ParameterRecord]) -> None:
+        """Buckets of these parameters leave in the sweep. For parameters that fire at other moments on other ranks, in
+        a backward that also gathers weights: a bucket must not come before a gather on one rank and be waited for
+        behind it on another."""
+        for record in records:
+            for bucket in self._buckets_of[record.index]:
+                bucket.held_back = 1
 
     def _may_send(self, scope: BackwardScope) -> bool:
         """Whether a bucket may leave before the sweep. Where the host waits for collectives and backward gathers

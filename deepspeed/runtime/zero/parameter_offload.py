@@ -442,6 +442,11 @@ class DeepSpeedZeRoOffload:
                 module.register_forward_hook(unit.after_forward, always_call=True),
             ]
 
+    def parameters_of_whole_units(self) -> set[torch.nn.Parameter]:
+        """Parameters of modules inside of which ranks may do different things."""
+        units = [module._ds_unit for module in self.module.modules() if self._knows(module)]
+        return {shard.parameter for unit in units if unit.whole for shard in unit.shards}
+
     # ------------------------------------------------------------------ whole weights
 
     def partition_all_parameters(self) -> None:

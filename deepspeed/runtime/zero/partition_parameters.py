@@ -384,8 +384,10 @@ class GatheredParameters:
         try:
             if self.src_rank is not None and kind is None:
                 self._spread()
-            elif kind is None:
-                self._refuse_dropped_writes()
+            else:
+                self._drop_writes()
+                if kind is None:
+                    self._refuse_dropped_writes()
         finally:
             self._leave()
 
@@ -413,6 +415,15 @@ class GatheredParameters:
                     f"parameter {shard.name} was of shape {tuple(shard.shape)} on {shard.device} and is of shape"
                     f" {tuple(data.shape)} on {data.device} at the end of GatheredParameters; change values in place"
                 )
+
+    def _drop_writes(self) -> None:
+        """Graphs that saved values which are about to be put back must not be used any more."""
+        for shard in self.shards:
+            data = shard.parameter.data
+            if data.shape != shard.shape or data.device != shard.shard.device:
+                shard.dropped += 1
+            elif not torch.equal(shard.own_slice(data.reshape(-1)), shard.shard[: shard.end - shard.begin]):
+                shard.dropped += 1
 
     def _refuse_dropped_writes(self) -> None:
         changed = [shard.name for shard, shown in self._shown.items() if _was_written(shard, shown)]

@@ -178,7 +178,8 @@ class ShardedParameter:
 
     __slots__ = (
         "parameter", "ranks", "shape", "numel", "slice_numel", "dtype", "device", "name", "full", "aside", "gather",
-        "held", "saved", "window", "version", "persistent", "ahead", "secondary", "coordinator", "__weakref__",
+        "held", "saved", "window", "version", "dropped", "persistent", "ahead", "secondary", "coordinator",
+        "__weakref__",
     )  # fmt: skip
 
     def __init__(
@@ -197,6 +198,7 @@ class ShardedParameter:
         self.gather: Gather | None = None  # while under way
         self.held = 0  # GatheredParameters contexts that hold the whole value
         self.saved = 0  # uses in graphs whose backward has not come by yet
+        self.dropped = 0  # grows when values were changed for a while and put back; may differ between ranks
         self.window = 0  # grows when ``saved`` starts anew
         self.version = 0  # of the values; grows with each write
         self.persistent = False
@@ -518,7 +520,7 @@ class SavedWeight:
         self.size = view.size()
         self.stride = view.stride()
         self.offset = view.storage_offset() - shard.full.storage_offset()
-        self.version = shard.version
+        self.version = (shard.version, shard.dropped)
         self.window = shard.window
         self.waiting = True
         shard.saved += 1
@@ -536,10 +538,11 @@ class SavedWeight:
             RuntimeError: the values are not those of the forward any more.
         """
         shard = self.shard
-        if self.version != shard.version:
+        if self.version != (shard.version, shard.dropped):
             raise RuntimeError(
-                f"parameter {shard.name} was modified (by a step or by loading weights) between the forward and the"
-                " backward of a graph that needs its former values. Run the forward again"
+                f"parameter {shard.name} was modified (by a step, by loading weights, or by leaving a"
+                " GatheredParameters in which it was changed) between the forward and the backward of a graph that"
+                " needs its former values. Run the forward again"
             )
         full = shard.full
         return full.as_strided(self.size, self.stride, full.storage_offset() + self.offset)

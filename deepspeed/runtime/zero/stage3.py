@@ -151,7 +151,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
                 overlap=overlap_comm,
                 persistent_buffers=contiguous_gradients,
                 comm_dtype=communication_data_type,
-                accum_dtype=torch.bfloat16 if bf16_master_weights_and_gradients else gradient_accumulation_dtype,
+                accum_dtype=gradient_accumulation_dtype,
                 predivide=gradient_predivide_factor,
                 prescale=not postscale_gradients,
             ),
@@ -159,6 +159,8 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         model_dtype = flat_groups[0].dtype if flat_groups else torch.float32
         scaler = loss_scaler or CreateLossScaler(model_dtype, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
         super().__init__(init_optimizer, reducer, param_names, frozen, scaler, clip_grad, check_grad_overflow, mpu=mpu)
+        whole = self.parameter_offload.parameters_of_whole_units()
+        reducer.hold_back(record for record in reducer.ledger.records if record.parameter in whole)
         self.module = module
         self.dp_process_group = group
         self.dtype = model_dtype

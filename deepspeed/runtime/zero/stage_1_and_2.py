@@ -126,7 +126,7 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
                 overlap=overlap_comm,
                 persistent_buffers=contiguous_gradients,
                 comm_dtype=communication_data_type,
-                accum_dtype=torch.bfloat16 if bf16_master_weights_and_gradients else gradient_accumulation_dtype,
+                accum_dtype=gradient_accumulation_dtype,
                 mean=gradient_average,
                 predivide=gradient_predivide_factor,
                 prescale=not postscale_gradients,

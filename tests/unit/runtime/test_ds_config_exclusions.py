@@ -163,14 +163,9 @@ UNSUPPORTED = [
     ("tensor_parallel.tp", {"tensor_parallel": {"tp": {"tp_size": 2}}}),
     ("sequence_parallel_size", {"sequence_parallel_size": 2}),
     ("use_data_before_expert_parallelism", {"use_data_before_expert_parallelism": True}),
-    ("torch_autocast.enabled", {"torch_autocast": {"enabled": True}}),
-    ("data_types.keep_in_fp32_modules", {"data_types": {"keep_in_fp32_modules": ["norm"]}}),
-    *(
-        (
-            f"{section}.{section}_master_weights_and_grads",
-            {section: {"enabled": True, f"{section}_master_weights_and_grads": True}, "zero_optimization": zero(1)},
-        )
-        for section in ("fp16", "bf16")
+    (
+        "fp16.fp16_master_weights_and_grads",
+        {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}, "zero_optimization": zero(1)},
     ),
     ("datastates_ckpt", {"datastates_ckpt": True}),
     ("checkpoint.writer.data_parallel", {"checkpoint": {"writer": {"data_parallel": "REPLICA"}}}),

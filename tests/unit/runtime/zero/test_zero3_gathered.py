@@ -397,3 +397,17 @@ class TestBesideAnEngine(DistributedTest):
         assert torch.equal(torch.load(buffer, weights_only=False)(x), copied(x))
         train_step(engine, 1)
         engine.destroy()
+
+    def test_values_changed_for_a_while_are_not_those_of_a_later_backward(self) -> None:
+        """Changes are dropped at the end, so a graph made inside must not be used after it in silence."""
+        engine = engine_over_net()
+        weight = engine.module.encoder[0].weight
+        x = torch.ones(2, 5, requires_grad=True)
+        with GatheredParameters(weight):
+            weight.data.fill_(2.0)
+            loss = engine(x).sum()
+        with pytest.raises(RuntimeError, match="leaving a GatheredParameters in which it was changed"):
+            engine.backward(loss)
+        engine.zero_grad()
+        train_step(engine, 0)
+        engine.destroy()

@@ -318,6 +318,7 @@ SOME = {
 }
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Iterable[Tensor]]]] = {
     "function, saved": (lambda: WithFunction(SavedProduct), through),
+    "function, held": (lambda: WithFunction(HeldProduct), through),
     "borrowed weight": (Lends, through),
     "tied weight": (Tied, through),
     **{f"returns {name}": (lambda pair=pair: Unwraps(*pair), through) for name, pair in SOME.items()},
@@ -462,16 +463,6 @@ class TestBorrowing(DistributedTest):
         engine = engine_of(Model)
         with pytest.raises(RuntimeError, match="scale.weight.*partitioned"):
             engine.backward(engine(my_batch(engine, 0).x))
-        engine.destroy()
-
-    def test_a_function_that_keeps_a_weight_by_itself(self) -> None:
-        """Backward finds the weight there when its module is gathered as a unit."""
-        torch.manual_seed(11)
-        module = WithFunction(HeldProduct)
-        deepspeed.utils.set_z3_leaf_modules(module, [WithFunction])
-        engine = make_engine(module, 3)
-        train(engine, through)
-        assert_nothing_whole(engine)
         engine.destroy()
 
     def test_former_weight_norm(self) -> None:
