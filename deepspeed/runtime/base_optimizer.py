@@ -443,12 +443,11 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return bad.item() > 0
 
     def _explain_overflow(self, shards: list[torch.Tensor]) -> str:
-        """Log that the step is skipped. Where that is no matter of the loss scale, also say whose gradients are not
-        finite; collective then, and the answer is the same on every rank."""
+        """Log that the step is skipped. Where no loss scale adapts to it, also say whose gradients are not finite;
+        collective then, and the answer is the same on every rank."""
         scale, scaler = self.loss_scale, self.loss_scaler
-        culprits = ""
-        if not self.needs_scaler() or (scaler.is_exhausted() and not self.custom_loss_scaler):
-            culprits = _listed(self._non_finite_parameters(shards))
+        adapts = self.custom_loss_scaler or (scaler.dynamic and not scaler.is_exhausted())
+        culprits = "" if adapts else _listed(self._non_finite_parameters(shards))
         reason = culprits or "gradients overflowed"
         level = logging.WARNING if culprits else logging.INFO  # a loss scale finds its place by overflows
         note = f"; loss scale was {scale}" if self.needs_scaler() else ""

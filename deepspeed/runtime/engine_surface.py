@@ -17,6 +17,7 @@ from deepspeed.runtime import constants as const
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from deepspeed.runtime.optimizer_factory import accumulation_dtype
 from deepspeed.runtime.zero.whole_state import load_whole_weights, whole_state_dict
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist
@@ -111,7 +112,7 @@ class EngineSurface:
             model = torch.float16
         elif self.bfloat16_enabled():
             model = torch.bfloat16
-        return model, self._config.grad_accum_dtype or torch.float32
+        return model, accumulation_dtype(self._config)
 
     @property
     def communication_data_type(self) -> torch.dtype:

@@ -175,7 +175,7 @@ def _partitioned_settings(
         "mpu": mpu,
         "clip_grad": config.gradient_clipping,
         "check_grad_overflow": _checks_overflow(config),
-        "gradient_accumulation_dtype": config.grad_accum_dtype or torch.float32,
+        "gradient_accumulation_dtype": accumulation_dtype(config),
         "communication_data_type": config.communication_data_type,
         "postscale_gradients": not config.prescale_gradients,
         "gradient_predivide_factor": config.gradient_predivide_factor,
@@ -227,7 +227,7 @@ def _replicated(
         overlap=bool(config.zero_config.overlap_comm),
         persistent_buffers=config.zero_config.contiguous_gradients,
         comm_dtype=config.communication_data_type,
-        accum_dtype=config.grad_accum_dtype or torch.float32,
+        accum_dtype=accumulation_dtype(config),
         mean=config.gradient_allreduce_op == "mean",
         predivide=config.gradient_predivide_factor,
         prescale=config.prescale_gradients,
@@ -246,6 +246,12 @@ def _replicated(
         check_overflow=_checks_overflow(config),
         mpu=mpu,
     )
+
+
+def accumulation_dtype(config: DeepSpeedConfig) -> torch.dtype:
+    """dtype in which gradients are accumulated: what the config says, else that of bf16 masters, else fp32."""
+    narrow = config.bfloat16_config.bf16_master_weights_and_grads
+    return config.grad_accum_dtype or (torch.bfloat16 if narrow else torch.float32)
 
 
 def _accumulates_bf16_in_fp32(config: DeepSpeedConfig) -> bool:

@@ -42,6 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     '`bf16`, `communication_data_type: "fp32"`': {"bf16": {"enabled": True}, "communication_data_type": "fp32"},
     "`bf16_master_weights_and_grads`": MASTERS,
     "the same, `bf16_optimizer_states`": STATES,
+    'the same, `grad_accum_dtype: "fp32"`': {**STATES, "data_types": {"grad_accum_dtype": "fp32"}},
     "`fp16`": {"fp16": {"enabled": True, "initial_scale_power": 4}},
     '`fp16`, `grad_accum_dtype: "fp16"`': {
         "fp16": {"enabled": True, "initial_scale_power": 4},
@@ -117,7 +118,8 @@ def table() -> str:
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for name, config in CONFIGS.items():
         rows: dict[tuple[str, ...], list[int]] = {}
-        for stage in range(1 if config in (MASTERS, STATES) else 0, 4):
+        partitioned_only = config.get("bf16", {}).get("bf16_master_weights_and_grads", False)
+        for stage in range(1 if partitioned_only else 0, 4):
             rows.setdefault(observe(stage, config), []).append(stage)
         for seen, stages in rows.items():
             lines.append(f"| {name} | {', '.join(map(str, stages))} | {' | '.join(seen)} |")

@@ -134,6 +134,7 @@ class TestTrueGradients(DistributedTest):
             bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
             engine = cases.make_engine(cases.make_config(stage, "bf16", bf16=bf16), optimizer=adamw)
             assert engine.optimizer.master_weights_and_grads_dtype is torch.bfloat16
+            assert engine.get_data_types() == (torch.bfloat16, torch.bfloat16)
             backward(engine, "bf16")
             weight = engine.module.first.weight
             gradient = safe_get_full_grad(weight)

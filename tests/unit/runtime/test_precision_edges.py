@@ -179,8 +179,8 @@ class TestOverflow(DistributedTest):
                     assert engine.was_step_applied() and not engine.optimizer.overflow
                 engine.destroy()
 
-    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-    def test_without_a_loss_scale_the_log_names_them(self, dtype: str) -> None:
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+    def test_without_a_dynamic_loss_scale_the_log_names_them(self, dtype: str) -> None:
         lines: list[str] = []
 
         class Collect(logging.Handler):
@@ -191,7 +191,8 @@ class TestOverflow(DistributedTest):
         logger.addHandler(handler)
         for stage in STAGES:
             lines.clear()
-            engine = cases.make_engine(cases.make_config(stage, dtype))
+            static = {"fp16": {"enabled": True, "loss_scale": 8.0}} if dtype == "fp16" else {}
+            engine = cases.make_engine(cases.make_config(stage, dtype, **static))
             for parameter in (p for p in engine.module.parameters() if p.requires_grad):
                 infinite_on(1, parameter)
             window(engine, dtype)
@@ -200,7 +201,7 @@ class TestOverflow(DistributedTest):
             assert len(said) == (dist.get_rank() == 0), "on rank 0"
             if said:
                 assert "'gain', 'first.weight'" in said[0] and "and 2 more are not finite" in said[0]
-                assert "loss scale" not in said[0]
+                assert ("loss scale was 8.0" in said[0]) == ("loss scale" in said[0]) == (dtype == "fp16")
         logger.removeHandler(handler)
 
     def test_an_external_scale_is_used_by_both_spellings_and_never_adapts(self) -> None:
