@@ -322,19 +322,8 @@ class EngineCheckpoint:
         stepper = self._require_stepper("load_checkpoint")
         channel = self._checkpoint_channel()
         unfinished.finish(channel)
-        named = None if tag is None else files.check_tag(str(tag))
-        if named is None and self._config.load_universal_checkpoint:
-            named = files.check_tag(universal_state.read_latest_universal(load_dir))
-        folder = self._together(channel, lambda: _locate(load_dir, named), f"load from {load_dir!r}")
-        found = channel.gather(folder is not None, "whether a checkpoint is there")
-        if not all(found):
-            there = [rank for rank, yes in enumerate(found) if yes]
-            if there:
-                raise CheckpointError(f"only ranks {there} see a file {os.path.join(load_dir, files.LATEST)}")
-            logger.warning(
-                f"no file {os.path.join(load_dir, files.LATEST)}: nothing is loaded. Tags there:"
-                f" {files.tags_in(load_dir) or 'none'}"
-            )
+        folder = self._find_folder(channel, load_dir, tag)
+        if folder is None:
             return None, None
         with_state = load_optimizer_states and not load_module_only
         what = f"load checkpoint {folder}"
@@ -356,13 +345,25 @@ class EngineCheckpoint:
         )
         optimizer_transfer.weights_follow(stepper)
         self._load_counters(state, load_module_only, load_lr_scheduler_states)
-        hidden = set(_OWN_KEYS)
-        if load_module_only:
-            hidden = {"module"}
+        hidden = {"module"} if load_module_only else set(_OWN_KEYS)
         hidden |= {"optimizer"} if saved is not None else set()
         hidden |= {"lr_scheduler"} if load_lr_scheduler_states and not load_module_only else set()
         hidden.add("optimizer_param_names")
         return path, {key: value for key, value in state.items() if key not in hidden}
+
+    def _find_folder(self, channel: ControlChannel, load_dir: str, tag: str | None) -> str | None:
+        """Folder of a tag or of the last checkpoint; None, with a warning, where no file names the last one."""
+        named = None if tag is None else files.check_tag(str(tag))
+        if named is None and self._config.load_universal_checkpoint:
+            named = files.check_tag(universal_state.read_latest_universal(load_dir))
+        folder = self._together(channel, lambda: _locate(load_dir, named), f"load from {load_dir!r}")
+        found = channel.gather(folder is not None, "whether a checkpoint is there")
+        latest = os.path.join(load_dir, files.LATEST)
+        if any(found) and not all(found):
+            raise CheckpointError(f"only ranks {[rank for rank, yes in enumerate(found) if yes]} see a file {latest}")
+        if folder is None:
+            logger.warning(f"no file {latest}: nothing is loaded. Tags there: {files.tags_in(load_dir) or 'none'}")
+        return folder
 
     def _mp_rank(self) -> int:
         return self.get_model_parallel_rank()

@@ -9,7 +9,6 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -102,27 +101,24 @@ def run_in_ranks(method: str, **arguments: Any) -> list[Any]:
     return outcomes
 
 
-def points(kind: str, numbers: list[int]) -> list[tuple[str, int, bool]]:
-    return [(kind, nth, after) for nth in numbers for after in (False, True)]
-
-
-# The moments before and after each kind of call; 13 fsync and 5 replace calls would be too many to take all.
+# Kind of call, which one of rank 0, killed after it or before, over a save that replaces a tag or makes a new one.
 POINTS = [
-    *points("write", [1]),
-    *points("fsync", [1, 2, 4, 6]),
-    *points("replace", [1, 2, 3]),
-    *points("rename", [1]),
-    ("rename", 2, True),
-    *points("makedirs", [2]),
-    *points("remove", [1]),
+    *[("write", nth, after, bool(nth % 2)) for nth in (1, 2) for after in (False, True)],
+    *[("fsync", nth, True, nth % 4 < 3) for nth in (1, 3, 5, 7, 8)],
+    *[("replace", nth, False, nth % 2 > 0) for nth in (2, 3, 4, 5)],
+    *[("rename", nth, after, True) for nth in (1, 2) for after in (False, True)],
+    ("rename", 1, False, False),
+    ("rename", 1, True, False),
+    ("makedirs", 1, True, True),
+    ("remove", 1, False, True),
+    ("remove", 1, True, True),
 ]
 
 
-@pytest.mark.parametrize("everyone", [False, True], ids=["one", "all"])
-def test_a_whole_checkpoint_is_always_there(everyone, tmp_path):
+def test_a_whole_checkpoint_is_always_there(tmp_path):
     cases, killed = [], 0
-    for index, (kind, nth, after) in enumerate(POINTS):
-        stage, replacing = 1 + 2 * (index % 2), bool((index + everyone) % 3)
+    for index, (kind, nth, after, replacing) in enumerate(POINTS):
+        stage, everyone = 1 + 2 * (index % 2), index % 4 > 1
         folder = str(tmp_path / str(index))
         outcomes = run_in_ranks(
             "save_and_die", folder=folder, stage=stage, replacing=replacing, kind=kind, nth=nth, after=after,
@@ -131,8 +127,9 @@ def test_a_whole_checkpoint_is_always_there(everyone, tmp_path):
         assert outcomes[0].kind == "died", outcomes[0]
         killed += not os.path.exists(f"{folder}.survived")
         cases.append((folder, stage))
-    assert killed >= len(POINTS) - 4, "most points must lie inside the save"
+    assert killed >= len(POINTS) - 2, "the points must lie inside the save"
     result = str(tmp_path / "found")
     outcomes = run_in_ranks("resume", cases=cases, result=result)
     assert [outcome.kind for outcome in outcomes] == ["passed"] * WORLD, [outcome.details for outcome in outcomes]
-    assert set(torch.load(result)) == {1, 2}
+    found = torch.load(result)
+    assert found.count(1) >= 5 and found.count(2) >= 5, found
