@@ -365,8 +365,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self.reducer.start_window()
         if self.custom_loss_scaler:
             return
-        if culprits:
-            self.loss_scaler.update_scale(self.overflow, culprits)
+        if self.overflow and self.loss_scaler.is_exhausted():
+            self.loss_scaler.update_scale(True, culprits)  # raises
         else:
             self.loss_scaler.update_scale(self.overflow)
 
