@@ -270,6 +270,11 @@ _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
         "fp16 master weights",
         lambda c: c.float16_config.fp16_master_weights_and_grads,
     ),
+    (
+        "checkpoint.use_node_local_storage",
+        "checkpoints on storage that nodes do not share",
+        lambda c: c.use_node_local_storage,
+    ),
     ("datastates_ckpt", "DataStates checkpoint engine", _section_not_empty("datastates_ckpt")),
     (
         "checkpoint.writer.data_parallel",

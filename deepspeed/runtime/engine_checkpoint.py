@@ -2,7 +2,6 @@
 """Saving and loading checkpoints; formats and files are in ``deepspeed.checkpoint``."""
 
 import os
-import socket
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -163,7 +162,7 @@ class EngineCheckpoint:
             if save.leads and save.writer.writes_files():
                 save.abandon()
             raise
-        save.by_rank = channel.gather((self._storage_node(), save.own), "where each rank writes")
+        save.by_rank = channel.gather(save.own, "what each rank writes")
         save.writer.begin_commit(save.info)
 
     def _complete_written_save(self) -> None:
@@ -180,11 +179,8 @@ class EngineCheckpoint:
         return ControlChannel(dist.get_world_group())
 
     def _leads_storage(self) -> bool:
-        """Whether this rank makes and renames folders: one rank, or one per node with node-local storage."""
-        return (self.local_rank if self._config.use_node_local_storage else dist.get_rank()) == 0
-
-    def _storage_node(self) -> str:
-        return socket.gethostname() if self._config.use_node_local_storage else ""
+        """Whether this rank makes and renames folders."""
+        return dist.get_rank() == 0
 
     def _agreed_tag(self, channel: ControlChannel, tag: str) -> str:
         """The first rank's tag, since a checkpoint has one folder; others are reported as the config says."""

@@ -343,9 +343,9 @@ class OneCycle(_Schedule):
 class WarmupLR(_Schedule):
     """Warm-up from a low rate to each parameter group's full rate, which is then held.
 
-    ``lr = min_lr + (max_lr - min_lr) * g``, where ``g`` goes from 0 at construction to 1 after ``warmup_num_steps``
-    optimizer steps: ``steps_taken / warmup_num_steps`` (``"linear"``) or
-    ``log(steps_taken) / log(warmup_num_steps)`` (``"log"``, 0 before the first step).
+    ``lr = min_lr + (max_lr - min_lr) * g``, where ``g`` is 0 at construction and after the first optimizer step and
+    goes to 1: ``(steps_taken - 1) / warmup_num_steps`` (``"linear"``) or ``log(steps_taken) / log(warmup_num_steps)``
+    (``"log"``). Measured on DeepSpeed 0.19.8, whose schedules can be resumed here.
 
     Args:
         optimizer: torch optimizer, or a wrapper that holds one as ``.optimizer``.
@@ -391,7 +391,7 @@ class WarmupLR(_Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """``WarmupLR``, then a straight line back to ``warmup_min_lr``, reached after ``total_num_steps`` optimizer steps.
+    """``WarmupLR``, then a straight line back to ``warmup_min_lr``, which the step after ``total_num_steps`` has.
 
     Args:
         total_num_steps: length of the whole schedule, warm-up included. One that ends within the warm-up gets a
@@ -421,7 +421,7 @@ class WarmupDecayLR(WarmupLR):
     def _gamma(self) -> float:
         if self._steps_taken <= self.warmup_num_steps:
             return super()._gamma()
-        return 1.0 - _decay_progress(self._steps_taken, self.warmup_num_steps, self.total_num_steps)
+        return 1.0 - _decay_progress(self._steps_taken - 1, self.warmup_num_steps, self.total_num_steps)
 
 
 class WarmupCosineLR(_Schedule):
@@ -487,10 +487,10 @@ def _stairs(fraction: float, count: int) -> float:
 
 
 def _warmup_fraction(steps_taken: int, warmup_num_steps: int, warmup_type: str) -> float:
+    if warmup_type == WARMUP_LINEAR_RATE:
+        return min(1.0, max(0, steps_taken - 1) / warmup_num_steps)
     if steps_taken >= warmup_num_steps:
         return 1.0
-    if warmup_type == WARMUP_LINEAR_RATE:
-        return steps_taken / warmup_num_steps
     # rounded as DeepSpeed rounds, so that a rate that comes from its checkpoint is the one that is computed here
     return (1.0 / math.log(warmup_num_steps)) * math.log(max(1, steps_taken))
 

@@ -38,13 +38,13 @@ class UnfinishedSave:
         writer: has this rank's files.
         staging: folder that the files are written to.
         rank: this rank.
-        leads: whether this rank makes and renames folders of its node.
+        leads: whether this rank makes and renames folders.
         finish: give the folder its name, given sizes of files.
         abandon: delete the folder.
         together: makes ranks fail together.
         owner: the training engine, for ``poll``.
         own: names of this rank's files.
-        by_rank: storage node and names of the files of each rank.
+        by_rank: names of the files of each rank.
     """
 
     info: CheckpointCommitInfo
@@ -57,12 +57,7 @@ class UnfinishedSave:
     together: Together
     owner: int
     own: list[str] = field(default_factory=list)
-    by_rank: list[tuple[str, list[str]]] = field(default_factory=list)
-
-    def _ranks_here(self) -> list[tuple[int, list[str]]]:
-        """Ranks that write to the storage that this one sees, with names of their files."""
-        node = self.by_rank[self.rank][0]
-        return [(rank, names) for rank, (other, names) in enumerate(self.by_rank) if other == node]
+    by_rank: list[list[str]] = field(default_factory=list)
 
     def _sizes(self, names: list[str]) -> dict[str, int]:
         return {name: os.path.getsize(os.path.join(self.staging, name)) for name in names}
@@ -84,7 +79,7 @@ class UnfinishedSave:
         try:
             sizes = self.together(channel, self._commit, what)
             by_rank = channel.gather(sizes, "sizes of files")
-            here = {name: by_rank[rank][name] for rank, names in self._ranks_here() for name in names}
+            here = {name: by_rank[rank][name] for rank, names in enumerate(self.by_rank) for name in names}
             self.together(channel, lambda: self.finish(here) if self.leads else None, what)
         except CheckpointError:
             if self.leads:
@@ -112,7 +107,7 @@ class UnfinishedSave:
             raise CheckpointError(f"{message}. Checkpoints that existed are untouched") from error
         if not self.leads:
             return
-        names = [name for _, of_rank in self._ranks_here() for name in of_rank]
+        names = [name for of_rank in self.by_rank for name in of_rank]
         missing = self._missing_after(names, patience)
         if missing:
             raise CheckpointError(

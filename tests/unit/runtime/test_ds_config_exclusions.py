@@ -167,6 +167,7 @@ UNSUPPORTED = [
         "fp16.fp16_master_weights_and_grads",
         {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}, "zero_optimization": zero(1)},
     ),
+    ("checkpoint.use_node_local_storage", {"checkpoint": {"use_node_local_storage": True}}),
     ("datastates_ckpt", {"datastates_ckpt": True}),
     ("checkpoint.writer.data_parallel", {"checkpoint": {"writer": {"data_parallel": "REPLICA"}}}),
     ("checkpoint.writer.io_multiplier", {"checkpoint": {"writer": {"io_multiplier": 2}}}),

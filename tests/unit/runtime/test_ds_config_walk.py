@@ -59,6 +59,8 @@ TESTED_IN = {
     "flops_profiler": "profiling",
     REVIVED: REVIVED,
     "torch_autocast": "runtime",
+    "bf16.bf16_master_weights_and_grads": "runtime",
+    "bf16.bf16_optimizer_states": "runtime",
     "data_types.keep_in_fp32_modules": "runtime",
     "checkpoint": "checkpoint",
     "zero_optimization.load_from_fp32_weights": "checkpoint",

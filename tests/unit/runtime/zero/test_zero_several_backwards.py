@@ -102,9 +102,10 @@ class TestCommunication(DistributedTest):
         assert issued == ([2, 4, 6] if stage >= 2 else [0, 0, 2])
         assert reducer.collectives_issued == issued[-1] * len(reducer.buckets)
 
-    @stages
+    @pytest.mark.parametrize("stage", [0, 1, 2])
     def test_unused_parameters_do_not_hold_back_the_rest(self, stage: int) -> None:
-        """Buckets go out during backward although those before them wait for parameters that are not used."""
+        """Buckets go out during backward although those before them wait for parameters that are not used. At stage 3
+        on the host they do so only where they need not wait for others, which depends on time."""
         engine = make_engine(make_model(), stage)
         reducer = engine._stepper.reducer
         issued = []
