@@ -317,6 +317,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self.external_loss_scale: float | None = None
         self._frozen = frozen
         self._global_grad_norm: Any = None
+        self._host_norm = 0.0  # of the present step, where overflow is checked
         self._clipped_grad_norm: Any = None
         owner = weakref.ref(self)
         reducer.current_loss_scale = lambda: owner().loss_scale if owner().needs_scaler() else 1.0
@@ -411,9 +412,12 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         if not self.compute_grad_norm:
             return None
         norm = self._reduce_sum_of_squares(shards, sum_of_squares).sqrt()
-        if self.check_overflow_enabled and not LEAST_FP32_NORM < norm.item() < math.inf:
-            # Either so, or squares have left the range of fp32; the answer is the same on all ranks.
-            norm = self._reduce_sum_of_squares(shards, exact_sum_of_squares).sqrt()
+        if self.check_overflow_enabled:
+            self._host_norm = norm.item()  # the one wait of the host for the device in a step
+            if not LEAST_FP32_NORM < self._host_norm < math.inf:
+                # Either so, or squares have left the range of fp32; the answer is the same on all ranks.
+                norm = self._reduce_sum_of_squares(shards, exact_sum_of_squares).sqrt()
+                self._host_norm = norm.item()
         return norm
 
     def _reduce_sum_of_squares(
@@ -433,7 +437,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         if not self.check_overflow_enabled:
             return False
         if norm is not None:
-            return not math.isfinite(norm.item())
+            return not math.isfinite(self._host_norm)
         device = shards[0].device if shards else torch.device("cpu")
         bad = torch.zeros((), dtype=torch.float64, device=device)
         for shard in shards:
@@ -471,13 +475,12 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self._clipped_grad_norm = norm
         if not self.clip_grad:
             return
-        excess = (norm + CLIP_EPSILON) / self.clip_grad
-        if self.check_overflow_enabled:  # the norm is on the host already
-            factor = 1.0 / max(1.0, excess.item())
+        if self.check_overflow_enabled:
+            factor = 1.0 / max(1.0, (self._host_norm + CLIP_EPSILON) / self.clip_grad)
             if factor == 1.0:
                 return
         else:
-            factor = 1.0 / excess.clamp(min=1.0)
+            factor = 1.0 / ((norm + CLIP_EPSILON) / self.clip_grad).clamp(min=1.0)
         self._clipped_grad_norm = norm * factor
         for shard in shards:
             shard.mul_(factor)

@@ -153,7 +153,9 @@ class ReplicatedOptimizer(ZeROOptimizer):
         copy_each(low_precision, masters)
 
     def public_norm(self, norm: torch.Tensor | None) -> Any:
-        return None if norm is None else norm.item()
+        if norm is None:
+            return None
+        return self._host_norm if self.check_overflow_enabled else norm.item()
 
     @property
     def has_masters(self) -> bool:

@@ -4,6 +4,7 @@
 Two ranks share one device over gloo, which reduces CUDA tensors; a single rank runs over NCCL.
 """
 
+import warnings
 from argparse import Namespace
 from contextlib import contextmanager
 
@@ -174,3 +175,21 @@ class TestNoDeviceSynchronisation(DistributedTest):
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             engine.step()
+
+    def test_at_most_one_in_a_step(self, stage: int) -> None:
+        """The host reads the norm, and nothing else."""
+        model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        config = config_for(stage, torch.bfloat16, 1) | {"gradient_clipping": 1.0}
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.05, fused=True), config=config
+        )
+        batch = torch.randn(4, WIDTH, device="cuda", dtype=torch.bfloat16)
+        for step in range(4):
+            engine.backward(engine(batch).float().square().mean())
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn" if step else "default")
+                engine.step()
+                torch.cuda.set_sync_debug_mode("default")
+            waits = [str(warning.message) for warning in caught if "synchroniz" in str(warning.message)]
+            assert len(waits) == (1 if step else 0), f"step {step}: {waits}"
