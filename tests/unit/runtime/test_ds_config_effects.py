@@ -444,7 +444,7 @@ EFFECTS = [
     ),
     Effect(
         "scheduler.params",
-        {"warmup_num_steps": 1, "warmup_type": "linear"},
+        {"warmup_min_lr": 0.05},
         schedule,
         base={"scheduler": {"type": "WarmupLR", "params": {}}},
     ),
