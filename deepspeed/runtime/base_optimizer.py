@@ -318,6 +318,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self._frozen = frozen
         self._global_grad_norm: Any = None
         self._host_norm = 0.0  # of the present step, where overflow is checked
+        self._norm_read: torch.Tensor | None = None  # the tensor that it was read from
         self._clipped_grad_norm: Any = None
         owner = weakref.ref(self)
         reducer.current_loss_scale = lambda: owner().loss_scale if owner().needs_scaler() else 1.0
@@ -418,6 +419,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
                 # Either so, or squares have left the range of fp32; the answer is the same on all ranks.
                 norm = self._reduce_sum_of_squares(shards, exact_sum_of_squares).sqrt()
                 self._host_norm = norm.item()
+            self._norm_read = norm
         return norm
 
     def _reduce_sum_of_squares(

@@ -155,7 +155,7 @@ class ReplicatedOptimizer(ZeROOptimizer):
     def public_norm(self, norm: torch.Tensor | None) -> Any:
         if norm is None:
             return None
-        return self._host_norm if self.check_overflow_enabled else norm.item()
+        return self._host_norm if norm is self._norm_read else norm.item()
 
     @property
     def has_masters(self) -> bool:
