@@ -17,7 +17,7 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
+from deepspeed.runtime.zero import init_patching
 from deepspeed.utils.init_on_device import OnDevice
 from deepspeed.utils.logging import log_dist, logger
 
@@ -90,46 +90,26 @@ def initialize(
         raise NotImplementedError("mesh_param: sequence parallelism over a device mesh is not built yet")
     chosen = _choose_config(args, config if config is not None else config_params)
     dist = comm
-    shutdown_init_context()  # what an engine makes inside a zero.Init context must be ordinary
-    try:
-        engine = _make_engine(args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port,
-                              mpu, dist_init_required, collate_fn, chosen)  # fmt: skip
-    finally:
-        restore_init_context()
+    with init_patching.all_lifted():  # what an engine makes inside a zero.Init context must be ordinary
+        init_distributed(
+            dist_backend=get_accelerator().communication_backend_name(),
+            distributed_port=distributed_port,
+            dist_init_required=dist_init_required,
+        )
+        engine = DeepSpeedEngine(
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=chosen,
+            config_class=DeepSpeedConfig(chosen, mpu),
+        )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def _make_engine(
-    args: Any,
-    model: torch.nn.Module,
-    optimizer: Any,
-    model_parameters: Any,
-    training_data: Any,
-    lr_scheduler: Any,
-    distributed_port: int,
-    mpu: Any,
-    dist_init_required: bool | None,
-    collate_fn: Callable | None,
-    config: Any,
-) -> DeepSpeedEngine:
-    init_distributed(
-        dist_backend=get_accelerator().communication_backend_name(),
-        distributed_port=distributed_port,
-        dist_init_required=dist_init_required,
-    )
-    return DeepSpeedEngine(
-        args=args,
-        model=model,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        mpu=mpu,
-        dist_init_required=dist_init_required,
-        collate_fn=collate_fn,
-        config=config,
-        config_class=DeepSpeedConfig(config, mpu),
-    )
 
 
 def _choose_config(args: Any, config: Any) -> Any:

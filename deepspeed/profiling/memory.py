@@ -13,6 +13,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.utils import tensors_in
 from deepspeed.utils.comms_logging import convert_size, print_rank_0
 from deepspeed.utils.timer import SynchronizedWallClockTimer
 
@@ -143,18 +144,7 @@ def _optimizer_tensors(engine: "DeepSpeedEngine") -> list[torch.Tensor]:
         return []
     optimizer = engine._stepper.optimizer
     masters = [master for group in optimizer.param_groups for master in group["params"]]
-    return masters + [tensor for state in optimizer.state.values() for tensor in _tensors(state)]
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+    return masters + [tensor for state in optimizer.state.values() for tensor in tensors_in(state)]
 
 
 # ---------------------------------------------------------------------------------- table

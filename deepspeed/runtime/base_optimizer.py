@@ -4,7 +4,8 @@
 import logging
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,6 +73,16 @@ class BackwardHookStateManager:
         self._begin(scope)
         BackwardScope.running.append(scope)
         return scope
+
+    @contextmanager
+    def announced(self, loss_scale: float, scale_wrt_gas: bool, caller: str) -> Iterator[None]:
+        """An announced backward runs inside; it is aborted by an exception, and else ends with ``exit_backward``."""
+        self.enter_backward(loss_scale, scale_wrt_gas)
+        try:
+            yield
+        except BaseException as error:
+            self.abort_backward(f"{type(error).__name__} in {caller}")
+            raise
 
     def exit_backward(self) -> None:
         """The announced backward returned: sweep."""
@@ -274,6 +285,24 @@ def make_records(
     return groups, frozen
 
 
+class GradientNorm:
+    """A norm on the device, which the host waits for once at most.
+
+    Args:
+        tensor: 0-dim float64.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._read: float | None = None
+
+    def read(self) -> float:
+        """The value, on the host."""
+        if self._read is None:
+            self._read = self.tensor.item()
+        return self._read
+
+
 class ZeROOptimizer(DeepSpeedOptimizer):
     """A torch optimizer that steps with reduced gradients: the step that all stages share.
 
@@ -317,11 +346,9 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self.external_loss_scale: float | None = None
         self._frozen = frozen
         self._global_grad_norm: Any = None
-        self._host_norm = 0.0  # of the present step, where overflow is checked
-        self._norm_read: torch.Tensor | None = None  # the tensor that it was read from
-        self._clipped_grad_norm: Any = None
+        self._clipped_grad_norm: GradientNorm | None = None
         owner = weakref.ref(self)
-        reducer.current_loss_scale = lambda: owner().loss_scale if owner().needs_scaler() else 1.0
+        reducer.current_loss_scale = lambda: owner().factor_on_loss
         self.backward_state = BackwardHookStateManager(
             reducer,
             retract=(lambda: owner().retract_gradients()) if reducer.layout.replicated else None,
@@ -408,18 +435,14 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     # ------------------------------------------------------------------ norm, overflow, clipping
 
-    def _global_norm(self, shards: list[torch.Tensor]) -> torch.Tensor | None:
-        """L2 norm of the true gradient over all parameters of the world: 0-dim float64."""
+    def _global_norm(self, shards: list[torch.Tensor]) -> GradientNorm | None:
+        """L2 norm of the true gradient over all parameters of the world; read by the host where overflow is checked."""
         if not self.compute_grad_norm:
             return None
-        norm = self._reduce_sum_of_squares(shards, sum_of_squares).sqrt()
-        if self.check_overflow_enabled:
-            self._host_norm = norm.item()  # the one wait of the host for the device in a step
-            if not LEAST_FP32_NORM < self._host_norm < math.inf:
-                # Either so, or squares have left the range of fp32; the answer is the same on all ranks.
-                norm = self._reduce_sum_of_squares(shards, exact_sum_of_squares).sqrt()
-                self._host_norm = norm.item()
-            self._norm_read = norm
+        norm = GradientNorm(self._reduce_sum_of_squares(shards, sum_of_squares).sqrt())
+        if self.check_overflow_enabled and not LEAST_FP32_NORM < norm.read() < math.inf:
+            # Either so, or squares have left the range of fp32; the answer is the same on all ranks.
+            norm = GradientNorm(self._reduce_sum_of_squares(shards, exact_sum_of_squares).sqrt())
         return norm
 
     def _reduce_sum_of_squares(
@@ -435,11 +458,11 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             collectives.sum_over_ranks(total, self.mpu.get_model_parallel_group())
         return total
 
-    def _overflowed(self, norm: torch.Tensor | None, shards: list[torch.Tensor]) -> bool:
+    def _overflowed(self, norm: GradientNorm | None, shards: list[torch.Tensor]) -> bool:
         if not self.check_overflow_enabled:
             return False
         if norm is not None:
-            return not math.isfinite(self._host_norm)
+            return not math.isfinite(norm.read())
         device = shards[0].device if shards else torch.device("cpu")
         bad = torch.zeros((), dtype=torch.float64, device=device)
         for shard in shards:
@@ -472,24 +495,24 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             collectives.sum_over_ranks(bad, self.reducer.group)
         return [record.name for record, count in zip(records, bad.tolist()) if count]
 
-    def _clip(self, shards: list[torch.Tensor], norm: torch.Tensor | None) -> None:
+    def _clip(self, shards: list[torch.Tensor], norm: GradientNorm | None) -> None:
         """Scale the gradient so that its norm is at most ``clip_grad``."""
         self._clipped_grad_norm = norm
         if not self.clip_grad:
             return
         if self.check_overflow_enabled:
-            factor = 1.0 / max(1.0, (self._host_norm + CLIP_EPSILON) / self.clip_grad)
+            factor = 1.0 / max(1.0, (norm.read() + CLIP_EPSILON) / self.clip_grad)
             if factor == 1.0:
                 return
         else:
-            factor = 1.0 / ((norm + CLIP_EPSILON) / self.clip_grad).clamp(min=1.0)
-        self._clipped_grad_norm = norm * factor
+            factor = 1.0 / ((norm.tensor + CLIP_EPSILON) / self.clip_grad).clamp(min=1.0)
+        self._clipped_grad_norm = GradientNorm(norm.tensor * factor)
         for shard in shards:
             shard.mul_(factor)
 
-    def public_norm(self, norm: torch.Tensor | None) -> Any:
+    def public_norm(self, norm: GradientNorm | None) -> Any:
         """The norm as ``get_global_grad_norm`` returns it: 0-dim float32."""
-        return None if norm is None else norm.float()
+        return None if norm is None else norm.tensor.float()
 
     # ------------------------------------------------------------------ loss scale
 
@@ -522,6 +545,11 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         """Whether a backward is wrong without the loss scale."""
         return self.custom_loss_scaler or self.loss_scaler.dynamic or self.loss_scaler.loss_scale != 1.0
 
+    @property
+    def factor_on_loss(self) -> float:
+        """By what a loss is multiplied before its backward; 1 where none is needed."""
+        return self.loss_scale if self.needs_scaler() else 1.0
+
     def scale_if_loss(self, value: Any) -> Any:
         """``value`` times the loss scale if it is a scalar with a gradient; anything else unchanged."""
         is_loss = isinstance(value, torch.Tensor) and value.numel() == 1 and value.grad_fn is not None
@@ -529,14 +557,9 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
         """As ``engine.backward``, which also reports and measures. Every rank calls it."""
-        state = self.backward_state
-        state.enter_backward(self.loss_scale if self.needs_scaler() else 1.0, scale_wrt_gas)
-        try:
+        with self.backward_state.announced(self.factor_on_loss, scale_wrt_gas, "optimizer.backward"):
             self.scale_if_loss(loss).backward(retain_graph=retain_graph)
-        except BaseException as error:
-            state.abort_backward(f"{type(error).__name__} in optimizer.backward")
-            raise
-        state.exit_backward()
+        self.backward_state.exit_backward()
 
     # ------------------------------------------------------------------ torch optimizer surface
 

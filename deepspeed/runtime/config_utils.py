@@ -479,17 +479,6 @@ def dtype_from_name(name: Any) -> torch.dtype | None:
     return _DTYPES.get(name.lower().removeprefix("torch.")) if isinstance(name, str) else None
 
 
-def read_dtype(
-    section: Mapping[str, Any], key: str, default: str | None, names: tuple[str, ...], where: str = ""
-) -> torch.dtype | None:
-    """Read a dtype given by name; ``names`` are the spellings allowed for this key (case-insensitive).
-
-    Raises:
-        DeepSpeedConfigTypeError, DeepSpeedConfigValueError: as :func:`read_value`.
-    """
-    return dtype_from_name(read_value(section, key, default, "str", where, choices=names))
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # JSON
 # --------------------------------------------------------------------------------------------------------------------

@@ -191,15 +191,12 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
         stepper = self._require_stepper("backward")
         _require_loss(loss, "backward")
         state = stepper.backward_state
-        scale = stepper.loss_scale if stepper.needs_scaler() else 1.0
         with self.phases.phase(phases.BACKWARD, self):
-            state.enter_backward(loss_scale=scale, scale_wrt_gas=scale_wrt_gas)
-            try:
-                with self.phases.phase(phases.AUTOGRAD, self):
-                    stepper.scale_if_loss(loss).backward(retain_graph=retain_graph)
-            except BaseException as error:
-                state.abort_backward(f"{type(error).__name__} in engine.backward")
-                raise
+            with (
+                state.announced(stepper.factor_on_loss, scale_wrt_gas, "engine.backward"),
+                self.phases.phase(phases.AUTOGRAD, self),
+            ):
+                stepper.scale_if_loss(loss).backward(retain_graph=retain_graph)
             with self.phases.phase(phases.SWEEP, self):
                 state.exit_backward()
         loss = loss.detach()
@@ -214,7 +211,7 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
         """
         stepper = self._require_stepper("scale")
         _require_loss(loss, "scale")
-        scale = stepper.loss_scale if stepper.needs_scaler() else 1.0
+        scale = stepper.factor_on_loss
         scaled = loss.float() * scale if scale != 1.0 else loss * 1.0
         state, events = stepper.backward_state, self._step_events
         value, share = loss.detach(), 1.0 / self.schedule.steps

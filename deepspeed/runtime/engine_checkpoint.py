@@ -5,12 +5,13 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import export, files, folders, optimizer_transfer, storage, universal_state
+from deepspeed.checkpoint.agreement import together
 from deepspeed.checkpoint.optimizer_state import (
     MASTER,
     SavedParameter,
@@ -26,12 +27,10 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine, unfinished
 from deepspeed.runtime.checkpoint_engine.unfinished import UnfinishedSave
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.parameter_handover import logical_shape
 from deepspeed.runtime.zero.sharded_parameter import shard_of
-from deepspeed.runtime.zero.utils import is_zero_param
 from deepspeed.runtime.zero.whole_state import load_whole_weights
 from deepspeed.utils.logging import logger
-
-_Result = TypeVar("_Result")
 
 # Top-level keys of a model file that are the engine's and not handed to the caller.
 _OWN_KEYS = {
@@ -53,7 +52,7 @@ class EngineCheckpoint:
     lr_scheduler: Any
     data_parallel_group: Any
     dp_world_size: int
-    local_rank: int
+    mpu: Any
     checkpoint_engine: CheckpointEngine
     global_steps: int
     global_samples: int
@@ -119,10 +118,10 @@ class EngineCheckpoint:
 
     def _begin_save(self, channel: ControlChannel, info: CheckpointCommitInfo) -> UnfinishedSave:
         """Make the folder that is written into."""
-        leads, writer = self._leads_storage(), self.checkpoint_engine
+        leads, writer = channel.rank == 0, self.checkpoint_engine
         if writer.writes_files():
             start = partial(self._start_folder, info)
-            self._together(channel, start if leads else _nothing, f"save {info.tag!r}")
+            together(channel, start if leads else _nothing, f"save {info.tag!r}")
         return UnfinishedSave(
             info,
             writer,
@@ -131,7 +130,6 @@ class EngineCheckpoint:
             leads=leads,
             finish=partial(folders.finish, info.save_dir, info.tag),
             abandon=partial(folders.abandon, info.save_dir, info.tag),
-            together=self._together,
             owner=id(self),
         )
 
@@ -157,7 +155,7 @@ class EngineCheckpoint:
             return list(contents)
 
         try:
-            save.own = self._together(channel, write, f"save {save.info.tag!r}")
+            save.own = together(channel, write, f"save {save.info.tag!r}")
         except CheckpointError:
             if save.leads and save.writer.writes_files():
                 save.abandon()
@@ -178,10 +176,6 @@ class EngineCheckpoint:
     def _checkpoint_channel(self) -> ControlChannel:
         return ControlChannel(dist.get_world_group())
 
-    def _leads_storage(self) -> bool:
-        """Whether this rank makes and renames folders."""
-        return dist.get_rank() == 0
-
     def _agreed_tag(self, channel: ControlChannel, tag: str) -> str:
         """The first rank's tag, since a checkpoint has one folder; others are reported as the config says."""
         tags = channel.gather(tag, "the tag of the checkpoint")
@@ -191,26 +185,6 @@ class EngineCheckpoint:
                 raise AssertionError(message)
             logger.warning(f"{message}. All is saved under {tags[0]!r}")
         return tags[0]
-
-    @staticmethod
-    def _together(channel: ControlChannel, work: Callable[[], _Result], what: str) -> _Result:
-        """Do ``work`` on every rank; what it returned here. If it fails on some rank, all raise."""
-        result, failure = None, None
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001 - reported by every rank, raised below
-            failure = error
-        told = None if failure is None else f"{type(failure).__name__}: {failure}"
-        answers = channel.gather((told, isinstance(failure, MissingCheckpointError)), what)
-        faults: dict[str, list[int]] = {}
-        for rank, (text, _) in enumerate(answers):
-            if text is not None:
-                faults.setdefault(text, []).append(rank)
-        if faults:
-            missing = all(is_missing for text, is_missing in answers if text is not None)
-            listed = "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in faults.items())
-            raise (MissingCheckpointError if missing else CheckpointError)(f"could not {what}; {listed}") from failure
-        return result
 
     def _contents(
         self, stepper: ZeROOptimizer, client_state: dict[str, Any], exclude_frozen_parameters: bool
@@ -234,19 +208,17 @@ class EngineCheckpoint:
 
     def _model_state(self, stepper: ZeROOptimizer, stage: int, exclude_frozen: bool) -> dict[str, Any]:
         scheduler = self.lr_scheduler
-        frozen = OrderedDict() if stage == 0 or exclude_frozen else self._frozen_parameters(stepper)
-        shapes = None if stage == 0 else optimizer_transfer.trained_shapes(stepper)
-        keeps_frozen = stage > 0 and not exclude_frozen
+        shapes = optimizer_transfer.trained_shapes(stepper)
+        frozen = None if stage == 0 or exclude_frozen else self._frozen_parameters(stepper)
+        mp_size = 1 if self.mpu is None else self.mpu.get_model_parallel_world_size()
         return {
             "module": self.module_state_dict(exclude_frozen_parameters=exclude_frozen and stage != 3),
             "buffer_names": _buffer_names(self.module),
             "optimizer": optimizer_transfer.replicated_state(stepper) if stage == 0 else None,
-            "optimizer_param_names": [[r.name for r in group] for group in _record_groups(stepper)],
-            "param_shapes": shapes,
-            "frozen_param_shapes": OrderedDict((n, _shape(p)) for n, p in frozen.items()) if keeps_frozen else None,
-            "frozen_param_fragments": OrderedDict((n, _fragment(p)) for n, p in frozen.items())
-            if keeps_frozen
-            else None,
+            "optimizer_param_names": [list(group) for group in shapes],
+            "param_shapes": None if stage == 0 else shapes,
+            "frozen_param_shapes": _of_each(frozen, logical_shape),
+            "frozen_param_fragments": _of_each(frozen, _fragment),
             "shared_params": None if stage == 0 else self._shared_parameters(),
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
             "data_sampler": None,
@@ -255,11 +227,8 @@ class EngineCheckpoint:
             "global_steps": self.global_steps,
             "global_samples": self.global_samples,
             "dp_world_size": self.dp_world_size,
-            "mp_world_size": 1 if self.mpu is None else self.mpu.get_model_parallel_world_size(),
-            "checkpoint_parallel_dimensions": {
-                "pp_degree": 1,
-                "tp_degree": 1 if self.mpu is None else self.mpu.get_model_parallel_world_size(),
-            },
+            "mp_world_size": mp_size,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": mp_size},
             "ds_config": self.config,
             "ds_version": version,
         }
@@ -323,18 +292,18 @@ class EngineCheckpoint:
             return None, None
         with_state = load_optimizer_states and not load_module_only
         what = f"load checkpoint {folder}"
-        weights_only = not with_state and not files.find_shard_model_files(folder, self._mp_rank())
-        self._together(
+        weights_only = not with_state and not files.find_shard_model_files(folder, self.get_model_parallel_rank())
+        together(
             channel,
             lambda: folders.check_files(folder, load_dir, weights_only, channel.rank, channel.world_size),
             what,
         )
-        path, state, saved = self._together(
+        path, state, saved = together(
             channel, lambda: self._read(stepper, load_dir, folder, with_state, custom_load_fn is None), what
         )
         self.zero_grad()
         self.schedule.change_steps(self.schedule.steps)  # the next micro-step is the first of a window
-        self._together(
+        together(
             channel,
             lambda: self._load_weights(stepper, folder, state, saved, load_module_strict, custom_load_fn),
             what,
@@ -352,7 +321,7 @@ class EngineCheckpoint:
         named = None if tag is None else files.check_tag(str(tag))
         if named is None and self._config.load_universal_checkpoint:
             named = files.check_tag(universal_state.read_latest_universal(load_dir))
-        folder = self._together(channel, lambda: _locate(load_dir, named), f"load from {load_dir!r}")
+        folder = together(channel, lambda: _locate(load_dir, named), f"load from {load_dir!r}")
         found = channel.gather(folder is not None, "whether a checkpoint is there")
         latest = os.path.join(load_dir, files.LATEST)
         if any(found) and not all(found):
@@ -360,9 +329,6 @@ class EngineCheckpoint:
         if folder is None:
             logger.warning(f"no file {latest}: nothing is loaded. Tags there: {files.tags_in(load_dir) or 'none'}")
         return folder
-
-    def _mp_rank(self) -> int:
-        return self.get_model_parallel_rank()
 
     def _read(
         self, stepper: ZeROOptimizer, load_dir: str, folder: str, with_state: bool, by_name: bool
@@ -382,7 +348,7 @@ class EngineCheckpoint:
         return path, state, saved
 
     def _read_model_file(self, folder: str) -> tuple[str, dict[str, Any]]:
-        mp_rank = self._mp_rank()
+        mp_rank = self.get_model_parallel_rank()
         path = os.path.join(folder, files.model_file(mp_rank))
         if not os.path.isfile(path):
             shards = files.find_shard_model_files(folder, mp_rank)
@@ -397,13 +363,11 @@ class EngineCheckpoint:
         if self._config.load_universal_checkpoint:
             return universal_state.read_universal(folder, state.get("param_shapes"))
         if state.get("optimizer") is not None:
-            records = [record for group in _record_groups(self._stepper) for record in group]
-            shapes = {record.name: record.shape for record in records}
-            names = state.get("optimizer_param_names") or [
-                [record.name for record in group] for group in _record_groups(self._stepper)
-            ]
+            groups = optimizer_transfer.trained_shapes(self._stepper)
+            names = state.get("optimizer_param_names") or [list(group) for group in groups]
+            shapes = {name: shape for group in groups for name, shape in group.items()}
             return read_whole_state(state["optimizer"], names, shapes, state["module"] if by_name else None)
-        paths = files.find_optim_files(folder, self._mp_rank())
+        paths = files.find_optim_files(folder, self.get_model_parallel_rank())
         ranks = state.get("dp_world_size") or len(paths)
         if len(paths) < ranks or not paths:
             raise MissingCheckpointError(
@@ -423,7 +387,7 @@ class EngineCheckpoint:
         custom_load_fn: Callable[..., Any] | None,
     ) -> None:
         """Weights from the model file; where they stand there by name alone (stage 3), from masters and fragments."""
-        in_shards = bool(state.get("param_shapes")) and len(files.find_shard_model_files(folder, self._mp_rank())) > 0
+        in_shards = state.get("param_shapes") and files.find_shard_model_files(folder, self.get_model_parallel_rank())
         if not in_shards:
             self.load_module_state_dict({"module": state["module"]}, strict, custom_load_fn)
         else:
@@ -461,7 +425,7 @@ class EngineCheckpoint:
         shapes = state.get("frozen_param_shapes") or {}
         if not shapes:
             return {}
-        paths = files.find_shard_model_files(folder, self._mp_rank())
+        paths = files.find_shard_model_files(folder, self.get_model_parallel_rank())
         shards = [storage.read_tensors(path, storage.checkpoints_are_trusted()) for path in paths]
         return {
             name: shared_out(torch.Size(shape), [shard["frozen_param_fragments"][name] for shard in shards])
@@ -484,14 +448,6 @@ class EngineCheckpoint:
         self.skipped_steps = state["skipped_steps"]
 
 
-def _record_groups(stepper: ZeROOptimizer) -> list[list[Any]]:
-    """Records of each parameter group."""
-    groups: list[list[Any]] = [[] for _ in stepper.param_groups]
-    for group in stepper.reducer.layout.groups:
-        groups[group.param_group] += group.records
-    return groups
-
-
 def _aliases(module: torch.nn.Module) -> dict[str, str]:
     """Further names of tied parameters, and the first name of each."""
     first: dict[torch.nn.Parameter, str] = {}
@@ -504,8 +460,11 @@ def _buffer_names(module: torch.nn.Module) -> list[str]:
     return [name for name, _ in module.named_buffers() if name in persistent]
 
 
-def _shape(parameter: torch.nn.Parameter) -> torch.Size:
-    return parameter.ds_shape if is_zero_param(parameter) else parameter.shape
+def _of_each(
+    parameters: "OrderedDict[str, torch.nn.Parameter] | None", fact: Callable[[torch.nn.Parameter], Any]
+) -> "OrderedDict[str, Any] | None":
+    """A fact of each parameter, by name; None where there are none to be kept."""
+    return None if parameters is None else OrderedDict((name, fact(p)) for name, p in parameters.items())
 
 
 def _fragment(parameter: torch.nn.Parameter) -> torch.Tensor:

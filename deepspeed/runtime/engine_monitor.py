@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepspeed.monitor.monitor import Monitor
 from deepspeed.runtime.gradients import collectives
+from deepspeed.runtime.utils import tensors_in
 from deepspeed.utils.logging import log_dist_once
 
 if TYPE_CHECKING:
@@ -119,11 +120,12 @@ class StepEvents:
 def _values_of(engine: DeepSpeedEngine) -> dict[str, float | None]:
     """What the engine knows without talking to other ranks; None for what there is not."""
     stepper = engine._stepper
+    clipped = stepper._clipped_grad_norm
     return {
         "lr": _number(next(iter(engine.get_lr()), None)),
         "loss_scale": stepper.loss_scale if engine.fp16_enabled() or stepper.needs_scaler() else None,
         "grad_norm": _number(engine.get_global_grad_norm()),
-        "grad_norm_clipped": _number(stepper._clipped_grad_norm) if engine.was_step_applied() else None,
+        "grad_norm_clipped": None if clipped is None or not engine.was_step_applied() else clipped.read(),
         "skipped_steps": engine.skipped_steps,
     }
 
@@ -143,17 +145,6 @@ def count_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         named = next((arg[TOKEN_KEY] for arg in args if isinstance(arg, Mapping) and TOKEN_KEY in arg), None)
     if isinstance(named, torch.Tensor):
         return named.numel()
-    first = next(_tensors((*args, *kwargs.values())), None)
+    first = next(tensors_in((*args, *kwargs.values())), None)
     is_sequence = first is not None and first.dtype in TOKEN_DTYPES and first.dim() >= 2
     return first.numel() if is_sequence else 0
-
-
-def _tensors(values: tuple[Any, ...]) -> Iterator[torch.Tensor]:
-    """Tensors among the values, and in mappings, lists and tuples that are among them."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _tensors(tuple(value.values()))
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(tuple(value))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numeric and bookkeeping helpers of the runtime."""
 
+import dataclasses
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,21 @@ def map_tensors(item: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 @torch.no_grad()
+def tensors_in(item: Any, dataclass_fields: bool = False) -> Iterator[torch.Tensor]:
+    """The tensors in a nested structure of tuples, lists, sets and mappings, and of dataclasses where asked for."""
+    if isinstance(item, torch.Tensor):
+        yield item
+    elif isinstance(item, Mapping):
+        for value in item.values():
+            yield from tensors_in(value, dataclass_fields)
+    elif isinstance(item, (tuple, list, set)):
+        for value in item:
+            yield from tensors_in(value, dataclass_fields)
+    elif dataclass_fields and dataclasses.is_dataclass(item) and not isinstance(item, type):
+        for field in dataclasses.fields(item):
+            yield from tensors_in(getattr(item, field.name), dataclass_fields)
+
+
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> torch.Tensor:

@@ -12,9 +12,9 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from deepspeed.checkpoint import files, storage
+from deepspeed.checkpoint.agreement import together
 from deepspeed.checkpoint.storage import CheckpointError
 from deepspeed.comm.control import ControlChannel
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
@@ -23,10 +23,6 @@ from deepspeed.utils.logging import log_dist, logger
 
 FAILED = ".failed"
 _LOOK_EVERY_SECONDS = 0.05
-
-
-# ``(channel, work, what)``: does ``work`` on every rank and returns its result here; all raise if one fails.
-Together = Callable[[ControlChannel, Callable[[], Any], str], Any]
 
 
 @dataclass
@@ -41,7 +37,6 @@ class UnfinishedSave:
         leads: whether this rank makes and renames folders.
         finish: give the folder its name, given sizes of files.
         abandon: delete the folder.
-        together: makes ranks fail together.
         owner: the training engine, for ``poll``.
         own: names of this rank's files.
         by_rank: names of the files of each rank.
@@ -54,7 +49,6 @@ class UnfinishedSave:
     leads: bool
     finish: Callable[[dict[str, int]], None]
     abandon: Callable[[], None]
-    together: Together
     owner: int
     own: list[str] = field(default_factory=list)
     by_rank: list[list[str]] = field(default_factory=list)
@@ -77,17 +71,17 @@ class UnfinishedSave:
         """
         what = f"save {self.info.tag!r}"
         try:
-            sizes = self.together(channel, self._commit, what)
+            sizes = together(channel, self._commit, what)
             by_rank = channel.gather(sizes, "sizes of files")
             here = {name: by_rank[rank][name] for rank, names in enumerate(self.by_rank) for name in names}
-            self.together(channel, lambda: self.finish(here) if self.leads else None, what)
+            together(channel, lambda: self.finish(here) if self.leads else None, what)
         except CheckpointError:
             if self.leads:
                 self.abandon()
             raise
         if self.info.save_latest:
             latest = os.path.join(self.info.save_dir, files.LATEST)
-            self.together(channel, lambda: self._move_latest() if self.leads else None, f"write {latest}")
+            together(channel, lambda: self._move_latest() if self.leads else None, f"write {latest}")
         log_dist(f"saved checkpoint {os.path.join(self.info.save_dir, self.info.tag)}", ranks=[0])
 
     def complete_alone(self, patience: float = DEFAULT_CHECKPOINT_TIMEOUT_SECONDS) -> None:

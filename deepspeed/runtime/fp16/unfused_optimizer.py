@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.control import ControlChannel
-from deepspeed.runtime.base_optimizer import ZeROOptimizer, make_records
+from deepspeed.runtime.base_optimizer import GradientNorm, ZeROOptimizer, make_records
 from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.gradients.autograd_internals import copy_each
@@ -15,9 +15,8 @@ from deepspeed.runtime.gradients.layout import (
     Replicated,
     make_flat_groups,
     master_dtype,
-    records_in_model_order,
 )
-from deepspeed.runtime.gradients.ledger import Ledger, ParameterRecord
+from deepspeed.runtime.gradients.ledger import ParameterRecord
 from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.runtime.parameter_handover import replace_parameters
 from deepspeed.utils.tensor_fragment import ParameterLink, link_parameters, unlink_parameters
@@ -55,9 +54,8 @@ class ReplicatedOptimizer(ZeROOptimizer):
         channel = ControlChannel(group)
         record_groups, frozen = make_records(init_optimizer.param_groups, param_names)
         flat_groups = make_flat_groups(record_groups)
-        records = records_in_model_order(flat_groups)
         layout = Replicated(flat_groups, channel.rank, channel.world_size, bucket_size)
-        reducer = GradientReducer(layout, Ledger(records, rank=channel.rank), group, channel, schedule, settings)
+        reducer = GradientReducer(layout, layout.make_ledger(), group, channel, schedule, settings)
         super().__init__(
             init_optimizer, reducer, param_names, frozen, loss_scaler, clip_grad, check_overflow, True, mpu
         )
@@ -65,7 +63,7 @@ class ReplicatedOptimizer(ZeROOptimizer):
         replace_parameters(init_optimizer, [[self.masters[record] for record in group] for group in record_groups])
         self._published: dict[ParameterRecord, tuple[torch.Tensor, int]] = {}
         before = self.backward_state.before_accumulation
-        self._handles = [record.parameter.register_hook(before) for record in records]
+        self._handles = [record.parameter.register_hook(before) for record in reducer.ledger.records]
         self.backward_state.register_grad_acc_post_hook(self.publish_gradients)
         link_parameters(self)
 
@@ -152,10 +150,8 @@ class ReplicatedOptimizer(ZeROOptimizer):
             master.grad = None
         copy_each(low_precision, masters)
 
-    def public_norm(self, norm: torch.Tensor | None) -> Any:
-        if norm is None:
-            return None
-        return self._host_norm if norm is self._norm_read else norm.item()
+    def public_norm(self, norm: GradientNorm | None) -> Any:
+        return None if norm is None else norm.read()
 
     @property
     def has_masters(self) -> bool:

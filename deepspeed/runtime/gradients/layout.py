@@ -20,7 +20,7 @@ from enum import Enum
 
 import torch
 
-from deepspeed.runtime.gradients.ledger import ParameterRecord
+from deepspeed.runtime.gradients.ledger import Ledger, ParameterRecord
 
 
 class Collective(Enum):
@@ -158,6 +158,15 @@ class ShardLayout:
         self.rank = rank
         self.world_size = world_size
         self.buckets: list[BucketPlan] = []
+
+    @property
+    def first_dtype(self) -> torch.dtype:
+        """dtype of the first group, that of the model where it has one; float32 without any."""
+        return self.groups[0].dtype if self.groups else torch.float32
+
+    def make_ledger(self) -> Ledger:
+        """A ledger of all parameters of the groups, in the order of the model."""
+        return Ledger(records_in_model_order(self.groups), rank=self.rank)
 
     def _set_buckets(self, buckets: list[BucketPlan]) -> None:
         """Fix the order: buckets whose parameters come late in the model are ready first."""

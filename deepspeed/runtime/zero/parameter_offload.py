@@ -7,17 +7,18 @@ nodes that made a module's outputs gathers it in time, and a saved weight that n
 autograd asks for it. So no graph can meet a weight that is not there.
 """
 
-import dataclasses
+import copy
 import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.runtime.gradients import autograd_internals as autograd
+from deepspeed.runtime.utils import tensors_in
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, make_secondary
 from deepspeed.runtime.zero.sharded_parameter import (
     ShardedParameter,
@@ -68,8 +69,6 @@ class ZeROOrderedDict(OrderedDict):
         return dict.values(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OrderedDict:
-        import copy
-
         return OrderedDict((key, copy.deepcopy(value, memo)) for key, value in self.items())
 
     def __reduce__(self) -> Any:
@@ -89,21 +88,6 @@ def _user_of(shard: ShardedParameter) -> "ModuleUnit":
         if unit.offload.coordinator is shard.coordinator:
             return unit
     return FWD_MODULE_STACK[-1]._ds_unit
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a nested structure of tuples, lists, mappings and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list, set)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for item in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, item.name))
 
 
 class _Frame:
@@ -148,9 +132,7 @@ class ModuleUnit:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleUnit":
         """A copied module is an ordinary one: its hooks do nothing."""
-        copied = object.__new__(ModuleUnit)
-        copied.offload = None
-        return copied
+        return _idle_unit()
 
     def __reduce__(self) -> Any:
         return (_idle_unit, ())
@@ -226,7 +208,7 @@ class ModuleUnit:
 
     def _watch_outputs(self, output: Any, token: int) -> None:
         grad = torch.is_grad_enabled()
-        for tensor in tensors_in(output):
+        for tensor in tensors_in(output, dataclass_fields=True):
             if tensor.grad_fn is not None:
                 if grad:
                     tensor.grad_fn.register_prehook(functools.partial(self.before_backward, token))
@@ -246,7 +228,7 @@ class ModuleUnit:
 
     def _watch_inputs(self, inputs: Any, token: int) -> None:
         """Notice when backward has left this call of the module. Another call of it may have been entered by then."""
-        nodes = {tensor.grad_fn for tensor in tensors_in(inputs) if tensor.grad_fn is not None}
+        nodes = {tensor.grad_fn for tensor in tensors_in(inputs, dataclass_fields=True) if tensor.grad_fn is not None}
         left = [len(nodes)]
 
         def reached(_: Any) -> None:
@@ -259,7 +241,9 @@ class ModuleUnit:
 
 
 def _idle_unit() -> ModuleUnit:
-    return ModuleUnit.__deepcopy__(None, {})
+    unit = object.__new__(ModuleUnit)
+    unit.offload = None
+    return unit
 
 
 def name_external(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
@@ -493,10 +477,6 @@ class DeepSpeedZeRoOffload:
     def empty_partition_cache(self) -> None:
         """Let go of every whole weight."""
         self.partition_all_parameters()
-
-    def gather_all(self) -> None:
-        """Make every weight whole. Collective."""
-        gather_now(self.shards)
 
     def destroy(self) -> None:
         """Remove the hooks and let go of whole weights; the parameters stay partitioned."""

@@ -681,8 +681,3 @@ def _refuse_unbuilt(**requested: bool) -> None:
 def get_allgather_dtype(param: torch.nn.Parameter, param_ds_tensor: torch.Tensor) -> torch.dtype:
     """dtype in which a parameter is gathered: that of its shard."""
     return param_ds_tensor.dtype
-
-
-def free_param(param: torch.nn.Parameter) -> None:
-    """Let go of the whole value of a partitioned parameter."""
-    _let_go(shard_of(param))

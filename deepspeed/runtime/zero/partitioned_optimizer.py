@@ -31,6 +31,31 @@ class PartitionedOptimizer(ZeROOptimizer):
         weights.free_copies()
 
     @property
+    def dp_process_group(self) -> Any:
+        return self.reducer.group
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the weights of the first flat group."""
+        return self.reducer.layout.first_dtype
+
+    @property
+    def overlap_comm(self) -> bool:
+        return self.reducer.settings.overlap
+
+    @property
+    def contiguous_gradients(self) -> bool:
+        return self.reducer.settings.persistent_buffers
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        return self.reducer.settings.comm_dtype or self.dtype
+
+    @property
+    def gradient_accumulation_dtype(self) -> torch.dtype:
+        return self.reducer.settings.accum_dtype
+
+    @property
     def master_weights_and_grads_dtype(self) -> torch.dtype:
         """dtype of the masters of the first flat group."""
         return next((master.dtype for master in self.weights.masters), torch.float32)

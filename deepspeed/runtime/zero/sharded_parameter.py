@@ -269,10 +269,6 @@ class ShardedParameter:
     # ------------------------------------------------------------------ whole values
 
     @property
-    def available(self) -> bool:
-        return self.parameter.ds_status is AVAILABLE
-
-    @property
     def free(self) -> bool:
         """Whether nobody needs the whole value at the moment."""
         return not (self.persistent or self.held or self.parameter.ds_active_sub_modules)

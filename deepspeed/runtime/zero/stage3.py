@@ -12,11 +12,10 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.comm.control import ControlChannel
-from deepspeed.runtime.base_optimizer import forget_autocast_copies, make_records
+from deepspeed.runtime.base_optimizer import GradientNorm, forget_autocast_copies, make_records
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
-from deepspeed.runtime.gradients.layout import PerParameter, cut_groups, make_flat_groups, records_in_model_order
-from deepspeed.runtime.gradients.ledger import Ledger
+from deepspeed.runtime.gradients.layout import PerParameter, cut_groups, make_flat_groups
 from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.runtime.zero.flat_weights import ShardWeights
 from deepspeed.runtime.zero.memory_estimators import (
@@ -141,7 +140,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         layout = PerParameter(flat_groups, channel.rank, channel.world_size, reduce_bucket_size, reduce_scatter)
         reducer = GradientReducer(
             layout,
-            Ledger(records_in_model_order(flat_groups), rank=channel.rank),
+            layout.make_ledger(),
             group,
             channel,
             schedule or AccumulationSchedule(gradient_accumulation_steps),
@@ -156,20 +155,15 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
                 prescale=not postscale_gradients,
             ),
         )
-        model_dtype = flat_groups[0].dtype if flat_groups else torch.float32
-        scaler = loss_scaler or CreateLossScaler(model_dtype, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        scaler = loss_scaler or CreateLossScaler(
+            layout.first_dtype, static_loss_scale, dynamic_loss_scale, dynamic_loss_args
+        )
         super().__init__(init_optimizer, reducer, param_names, frozen, scaler, clip_grad, check_grad_overflow, mpu=mpu)
         whole = self.parameter_offload.parameters_of_whole_units()
         reducer.hold_back(record for record in reducer.ledger.records if record.parameter in whole)
         self.module = module
-        self.dp_process_group = group
-        self.dtype = model_dtype
         self.sub_group_size = sub_group_size
-        self.overlap_comm = overlap_comm
         self.reduce_scatter = reduce_scatter
-        self.contiguous_gradients = contiguous_gradients
-        self.communication_data_type = communication_data_type or model_dtype
-        self.gradient_accumulation_dtype = gradient_accumulation_dtype
         self._take_over(ShardWeights(layout, *master_dtypes(bf16_master_weights_and_gradients, bf16_optimizer_states)))
 
     # ------------------------------------------------------------------ the step
@@ -221,9 +215,9 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         self.parameter_offload.weights_written([shard])
         forget_autocast_copies()
 
-    def public_norm(self, norm: torch.Tensor | None) -> Any:
+    def public_norm(self, norm: GradientNorm | None) -> Any:
         """0-dim float64."""
-        return norm
+        return None if norm is None else norm.tensor
 
     def destroy(self) -> None:
         """Remove hooks and free buffers and masters; the model's parameters stay partitioned."""

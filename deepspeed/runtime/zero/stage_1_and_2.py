@@ -14,8 +14,7 @@ from deepspeed.runtime.base_optimizer import make_records
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 from deepspeed.runtime.gradients import collectives
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
-from deepspeed.runtime.gradients.layout import FlatPartition, make_flat_groups, records_in_model_order, round_robin
-from deepspeed.runtime.gradients.ledger import Ledger
+from deepspeed.runtime.gradients.layout import FlatPartition, make_flat_groups, round_robin
 from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.runtime.zero.flat_weights import FlatWeights
 from deepspeed.runtime.zero.memory_estimators import (  # noqa: F401 - looked for here by users
@@ -117,7 +116,7 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
         )
         reducer = GradientReducer(
             layout,
-            Ledger(records_in_model_order(flat_groups), rank=channel.rank),
+            layout.make_ledger(),
             group,
             channel,
             schedule or AccumulationSchedule(gradient_accumulation_steps),
@@ -132,19 +131,14 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
                 prescale=not postscale_gradients,
             ),
         )
-        model_dtype = flat_groups[0].dtype if flat_groups else torch.float32
-        scaler = loss_scaler or CreateLossScaler(model_dtype, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        scaler = loss_scaler or CreateLossScaler(
+            layout.first_dtype, static_loss_scale, dynamic_loss_scale, dynamic_loss_args
+        )
         super().__init__(
             init_optimizer, reducer, param_names, frozen, scaler, clip_grad, check_grad_overflow, compute_grad_norm, mpu
         )
-        self.dp_process_group = group
-        self.dtype = model_dtype
         self.partition_gradients = partition_grads
-        self.overlap_comm = overlap_comm
         self.reduce_scatter = reduce_scatter
-        self.contiguous_gradients = contiguous_gradients
-        self.communication_data_type = communication_data_type or model_dtype
-        self.gradient_accumulation_dtype = gradient_accumulation_dtype
         self.allgather_partitions = allgather_partitions
         self.allgather_bucket_size = allgather_bucket_size
         self._take_over(FlatWeights(layout, *master_dtypes(bf16_master_weights_and_gradients, bf16_optimizer_states)))
