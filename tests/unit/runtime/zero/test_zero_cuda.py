@@ -191,5 +191,5 @@ class TestNoDeviceSynchronisation(DistributedTest):
                 torch.cuda.set_sync_debug_mode("warn" if step else "default")
                 engine.step()
                 torch.cuda.set_sync_debug_mode("default")
-            waits = [str(warning.message) for warning in caught if "synchroniz" in str(warning.message)]
+            waits = [str(warning.message) for warning in caught if "called a synchronizing" in str(warning.message)]
             assert len(waits) == (1 if step else 0), f"step {step}: {waits}"
