@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of the host that a device copies from and to without the host waiting, in exactly the bytes asked for.
+
+torch's own pinned allocator rounds every size up to a power of two and keeps what was freed. State of the optimizer is
+allocated once, in a few large pieces, so ordinary memory is registered with CUDA here instead.
+"""
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed.utils.logging import warning_once
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """How memory of the host is allocated.
+
+    Args:
+        pinned: page-locked where there is a CUDA device, so that copies are asynchronous; of no effect elsewhere.
+    """
+
+    pinned: bool = True
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor in host memory."""
+        tensor = torch.empty(numel, dtype=dtype, device="cpu")
+        if self.pinned and numel and torch.cuda.is_available():
+            _pin(tensor)
+        return tensor
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The same, of zeros."""
+        return self.empty(numel, dtype).zero_()
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of a 1-D tensor, in its dtype."""
+        return self.empty(tensor.numel(), tensor.dtype).copy_(tensor)
+
+
+def _pin(tensor: torch.Tensor) -> None:
+    """Register the memory with CUDA until it is freed. Where the system forbids it, copies wait for the device."""
+    storage = tensor.untyped_storage()
+    address, nbytes = storage.data_ptr(), storage.nbytes()
+    runtime = torch.cuda.cudart()
+    error = int(runtime.cudaHostRegister(address, nbytes, 0))
+    if error:
+        warning_once(
+            f"{nbytes} bytes of host memory could not be pinned (CUDA error {error}), so that copies to and from the"
+            " device wait for each other. Raise the limit of locked memory (ulimit -l), or set pin_memory to false"
+        )
+        return
+    weakref.finalize(storage, runtime.cudaHostUnregister, address).atexit = False
