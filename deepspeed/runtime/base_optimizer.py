@@ -5,7 +5,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from deepspeed.runtime.gradients.arithmetic import exact_sum_of_squares, sum_of_
 from deepspeed.runtime.gradients.backward_scope import BackwardScope, watch_end
 from deepspeed.runtime.gradients.ledger import ParameterRecord
 from deepspeed.runtime.gradients.reducer import GradientReducer
+from deepspeed.runtime.gradients.self_check import GradientCheck
+from deepspeed.runtime.gradients.self_check_calls import CALLS
 from deepspeed.runtime.parameter_handover import logical_shape, refuse_shared_memory, refuse_used_optimizer
 from deepspeed.runtime.torch_autocast import get_comm_dtype
 from deepspeed.utils.logging import log_dist
@@ -347,6 +349,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self._frozen = frozen
         self._global_grad_norm: Any = None
         self._clipped_grad_norm: GradientNorm | None = None
+        self.gradient_check: GradientCheck | None = None  # set by an engine whose config asks for it
         owner = weakref.ref(self)
         reducer.current_loss_scale = lambda: owner().factor_on_loss
         self.backward_state = BackwardHookStateManager(
@@ -382,14 +385,15 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             self.overflow = self._overflowed(norm, shards)
         self._global_grad_norm = self.public_norm(norm)
         self._clipped_grad_norm = None
+        if self.gradient_check is not None:
+            self.gradient_check.compare(shards, None if norm is None else norm.read(), self.overflow)
         culprits = ""
         if self.overflow:
             self._global_grad_norm = math.inf
             culprits = self._explain_overflow(shards)
         else:
             with profiler_range("deepspeed.update"):
-                self._clip(shards, norm)
-                self._update(shards)
+                self._update(shards, self._clip_factor(norm))
             forget_autocast_copies()
         self.reducer.start_window()
         if self.custom_loss_scaler:
@@ -402,9 +406,14 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def _check_window(self) -> None:
         """What else must hold before gradients are used. Every rank is here, and none still reduces. Collective."""
 
-    def _update(self, shards: list[torch.Tensor]) -> None:
-        """Step the inner optimizer with ``shards`` as gradient and write the model's weights."""
+    def _update(self, shards: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+        """Step the inner optimizer with ``factor`` times ``shards`` as gradient and write the model's weights.
+        ``shards`` may be overwritten."""
         raise NotImplementedError
+
+    def resident(self, link: Any, write: bool = True) -> AbstractContextManager[None]:
+        """Inside, the master and the state of a parameter are in memory, to be read or (``write``) changed."""
+        return nullcontext()
 
     def settle_gradients(self) -> None:
         """Reduce everything pending, so that the shards hold the whole gradient of the window so far. Collective."""
@@ -421,6 +430,11 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     def gradients_edited(self) -> None:
         """The shards were written by an accessor."""
+
+    def gradient_edited(self, parameter: torch.nn.Parameter) -> None:
+        """The caller wrote this parameter's gradient."""
+        if self.gradient_check is not None:
+            self.gradient_check.gradient_edited(parameter)
 
     def retract_gradients(self) -> None:
         """Take back gradients that were published in ``.grad``; stages that publish none have nothing to do."""
@@ -448,10 +462,9 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def _reduce_sum_of_squares(
         self, shards: list[torch.Tensor], square: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        device = shards[0].device if shards else torch.device("cpu")
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        total = torch.zeros((), dtype=torch.float64, device=self.reducer.device)
         for shard in shards:
-            total += square(shard)
+            total += square(shard).to(total.device)
         if not self.reducer.layout.replicated:
             collectives.sum_over_ranks(total, self.reducer.group)
         if self.mpu is not None and hasattr(self.mpu, "get_model_parallel_group"):
@@ -463,10 +476,9 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             return False
         if norm is not None:
             return not math.isfinite(norm.read())
-        device = shards[0].device if shards else torch.device("cpu")
-        bad = torch.zeros((), dtype=torch.float64, device=device)
+        bad = torch.zeros((), dtype=torch.float64, device=self.reducer.device)
         for shard in shards:
-            bad += (~torch.isfinite(shard)).any()
+            bad += (~torch.isfinite(shard)).any().to(bad.device)
         if not self.reducer.layout.replicated:
             collectives.sum_over_ranks(bad, self.reducer.group)
         return bad.item() > 0
@@ -486,7 +498,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def _non_finite_parameters(self, shards: list[torch.Tensor]) -> list[str]:
         """Names, in the model's order, of parameters whose gradient is not finite on some rank. Collective."""
         records = self.reducer.ledger.records
-        bad = torch.zeros(len(records), device=shards[0].device if shards else torch.device("cpu"))
+        bad = torch.zeros(len(records), device=self.reducer.device)
         for group in self.reducer.layout.groups:
             infinite = ~torch.isfinite(shards[group.index])
             for _, record, begin, end, start in group.local_ranges():
@@ -495,20 +507,20 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             collectives.sum_over_ranks(bad, self.reducer.group)
         return [record.name for record, count in zip(records, bad.tolist()) if count]
 
-    def _clip(self, shards: list[torch.Tensor], norm: GradientNorm | None) -> None:
-        """Scale the gradient so that its norm is at most ``clip_grad``."""
+    def _clip_factor(self, norm: GradientNorm | None) -> float | torch.Tensor:
+        """By what the gradient is multiplied so that its norm is at most ``clip_grad``: 0-dim where the host has not
+        read the norm and need not."""
         self._clipped_grad_norm = norm
         if not self.clip_grad:
-            return
-        if self.check_overflow_enabled:
+            return 1.0
+        if self.check_overflow_enabled or self.reducer.rests_on_host:
             factor = 1.0 / max(1.0, (norm.read() + CLIP_EPSILON) / self.clip_grad)
             if factor == 1.0:
-                return
+                return 1.0
         else:
             factor = 1.0 / ((norm.tensor + CLIP_EPSILON) / self.clip_grad).clamp(min=1.0)
         self._clipped_grad_norm = GradientNorm(norm.tensor * factor)
-        for shard in shards:
-            shard.mul_(factor)
+        return factor
 
     def public_norm(self, norm: GradientNorm | None) -> Any:
         """The norm as ``get_global_grad_norm`` returns it: 0-dim float32."""
@@ -557,7 +569,10 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
         """As ``engine.backward``, which also reports and measures. Every rank calls it."""
-        with self.backward_state.announced(self.factor_on_loss, scale_wrt_gas, "optimizer.backward"):
+        with (
+            self.backward_state.announced(self.factor_on_loss, scale_wrt_gas, "optimizer.backward"),
+            CALLS.announced("optimizer.backward", loss, self.factor_on_loss, scale_wrt_gas),
+        ):
             self.scale_if_loss(loss).backward(retain_graph=retain_graph)
         self.backward_state.exit_backward()
 
@@ -588,6 +603,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self.backward_state.close_unannounced()
         self.retract_gradients()
         self.reducer.drop_window()
+        if self.gradient_check is not None:
+            self.gradient_check.drop()
 
     def set_lr(self, lr: float) -> None:
         for group in self.param_groups:
@@ -599,6 +616,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def destroy(self) -> None:
         """Remove all hooks and free buffers; the model keeps its weights."""
         self.reducer.destroy()
+        if self.gradient_check is not None:
+            self.gradient_check.close()
 
 
 def forget_autocast_copies() -> None:

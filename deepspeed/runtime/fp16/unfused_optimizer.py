@@ -9,6 +9,7 @@ from deepspeed.comm.control import ControlChannel
 from deepspeed.runtime.base_optimizer import GradientNorm, ZeROOptimizer, make_records
 from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
+from deepspeed.runtime.gradients.arithmetic import scale_each
 from deepspeed.runtime.gradients.autograd_internals import copy_each
 from deepspeed.runtime.gradients.layout import (
     FlatGroup,
@@ -117,6 +118,8 @@ class ReplicatedOptimizer(ZeROOptimizer):
         for record, view in self._gradient_views():
             parameter = record.parameter
             shown, version = self._published[record]
+            if parameter.grad is not shown or shown._version != version:
+                self.gradient_edited(parameter)
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad is not shown or (shown._version != version and shown.data_ptr() != view.data_ptr()):
@@ -137,7 +140,8 @@ class ReplicatedOptimizer(ZeROOptimizer):
     # ------------------------------------------------------------------ update
 
     @torch.no_grad()
-    def _update(self, shards: list[torch.Tensor]) -> None:
+    def _update(self, shards: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+        scale_each(shards, factor)
         low_precision, masters = [], []
         for record, view in self._gradient_views():
             master = self.masters[record]

@@ -102,6 +102,14 @@ def add_scaled_each(targets: list[torch.Tensor], sources: list[torch.Tensor], sc
 
 
 @torch.no_grad()
+def scale_each(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply each tensor by a number, or by a 0-dim tensor, in place."""
+    if isinstance(factor, torch.Tensor) or factor != 1.0:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+@torch.no_grad()
 def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
     """Sum of the squares of a 1-D contiguous tensor: 0-dim float64 on its device, without waiting for it.
 

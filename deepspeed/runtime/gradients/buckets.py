@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buckets at run time: a plan, its local accumulation buffer, and the communication buffer it borrows."""
 
+from collections.abc import Callable
+
 import torch
 
-from deepspeed.runtime.gradients.arithmetic import add_scaled, add_scaled_each, assign_scaled, deliver
+from deepspeed.runtime.gradients import arithmetic
+from deepspeed.runtime.gradients.arithmetic import add_scaled, add_scaled_each, assign_scaled
 from deepspeed.runtime.gradients.autograd_internals import copy_each
 from deepspeed.runtime.gradients.layout import BucketPlan
 from deepspeed.runtime.gradients.ledger import Move, ParameterRecord
@@ -20,17 +23,19 @@ class CommBuffer:
 
 
 class BufferPool:
-    """Two communication buffers per dtype and device, so that one is filled while the other is reduced.
+    """Communication buffers by dtype and device: two, so that one is filled while the other is reduced, or one.
 
     Args:
         persistent: keep the buffers between uses (``contiguous_gradients``); otherwise each use allocates and frees
             its own.
+        slots: buffers that take turns.
     """
 
     SLOTS = 2
 
-    def __init__(self, persistent: bool) -> None:
+    def __init__(self, persistent: bool, slots: int = SLOTS) -> None:
         self.persistent = persistent
+        self.slots = slots
         self._sizes: dict[tuple[torch.dtype, torch.device], int] = {}
         self._buffers: dict[tuple[torch.dtype, torch.device, int], CommBuffer] = {}
 
@@ -69,6 +74,7 @@ class Bucket:
         comm_dtype: dtype of the collective.
         accum_dtype: dtype of local accumulation.
         device: where the gradients are.
+        slot: which communication buffer it uses.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class Bucket:
         comm_dtype: torch.dtype,
         accum_dtype: torch.dtype,
         device: torch.device,
+        slot: int = 0,
     ) -> None:
         self.plan = plan
         self.position = position
@@ -86,7 +93,7 @@ class Bucket:
         self.comm_dtype = comm_dtype
         self.accum_dtype = accum_dtype
         self.device = device
-        self.slot = position % BufferPool.SLOTS
+        self.slot = slot
         self.waiting = 0  # records of which a firing is still awaited
         self.held_back = 0  # 1: never leaves before the sweep
         self.landed = False  # whether this window's shard holds something for this bucket
@@ -161,8 +168,17 @@ class Bucket:
             gradients.append(gradient if piece.whole else gradient.reshape(-1)[piece.start : piece.stop])
         return present, gradients, absent
 
-    def land(self, parts: list[torch.Tensor], shard: torch.Tensor, scale: float) -> None:
-        """Add ``scale`` times the sum of ``parts``, the reduced result, to this rank's shard if it keeps any of it."""
+    def land(
+        self,
+        parts: list[torch.Tensor],
+        shard: torch.Tensor,
+        scale: float,
+        deliver: Callable[..., None] = arithmetic.deliver,
+    ) -> None:
+        """Add ``scale`` times the sum of ``parts``, the reduced result, to this rank's shard if it keeps any of it.
+
+        ``deliver`` is that of ``arithmetic``, or does the same for a shard elsewhere.
+        """
         if parts:
             target = shard.narrow(0, self.plan.shard_offset, parts[0].numel())
             deliver(target, parts, scale, add=self.landed)

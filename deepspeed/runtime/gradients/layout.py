@@ -99,6 +99,7 @@ class FlatGroup:
     shard_numel: int = 0
     own: list[OwnRange] = field(default_factory=list)
     comm_dtype: torch.dtype | None = None  # in which gradients are communicated; None: dtype
+    on_host: bool = False  # masters, optimizer state and the reduced gradient rest on the host
 
     @property
     def padding(self) -> int:
@@ -356,6 +357,22 @@ def cut_groups(groups: Sequence[FlatGroup], world_size: int, slice_limit: int) -
                 records, held = [], 0
         if records:
             result.append(replace(group, index=len(result), records=records))
+    return result
+
+
+def place_on_host(groups: Sequence[FlatGroup], world_size: int, share: float) -> list[FlatGroup]:
+    """Let the first parameters of each group, up to ``share`` of its elements, rest on the host, as a group of their
+    own; at least one parameter where ``share`` is not 0."""
+    result: list[FlatGroup] = []
+    for group in groups:
+        wanted = share * sum(slice_numel(record.numel, world_size) for record in group.records)
+        count, held = 0, 0
+        while count < len(group.records) and held < wanted:
+            held += slice_numel(group.records[count].numel, world_size)
+            count += 1
+        for records, on_host in ((group.records[:count], True), (group.records[count:], False)):
+            if records:
+                result.append(replace(group, index=len(result), records=records, on_host=on_host))
     return result
 
 

@@ -18,8 +18,11 @@ import torch
 from deepspeed.comm import watchdog
 from deepspeed.runtime.gradients import agreement, collectives
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
+from deepspeed.runtime.gradients.arithmetic import deliver
 from deepspeed.runtime.gradients.backward_scope import BackwardScope
 from deepspeed.runtime.gradients.buckets import Bucket, BufferPool, CommBuffer
+from deepspeed.runtime.gradients.host_landing import HostLanding
+from deepspeed.runtime.gradients.host_memory import HostMemory
 from deepspeed.runtime.gradients.layout import FlatGroup, ShardLayout
 from deepspeed.runtime.gradients.ledger import GradientAccountingError, Ledger, ParameterRecord, Phase, stray_message
 from deepspeed.runtime.gradients.streams import order_for
@@ -44,6 +47,7 @@ class ReductionSettings:
         predivide: share of that division done before the collective.
         prescale: do all of it before.
         gathers_in_backward: a backward gathers weights among the same ranks (stage 3).
+        host_memory: of shards that rest on the host.
     """
 
     every_backward: bool
@@ -55,6 +59,7 @@ class ReductionSettings:
     predivide: float = 1.0
     prescale: bool = False
     gathers_in_backward: bool = False
+    host_memory: HostMemory = HostMemory()
 
 
 @dataclass(eq=False)
@@ -95,11 +100,14 @@ class GradientReducer:
         self.channel = channel
         self.schedule = schedule
         self.settings = settings
-        device = layout.groups[0].device if layout.groups else torch.device("cpu")
-        self.order = order_for(device)
+        self.device = layout.groups[0].device if layout.groups else torch.device("cpu")
+        self.order = order_for(self.device)
         self.order.watch("gradient reduction")
         self._lane = watchdog.lane(group, f"gradients of engine {ledger.serial}")
-        self.pool = BufferPool(settings.persistent_buffers)
+        # Where results leave for the host, a second buffer would only let more gradients wait on the device.
+        self.rests_on_host = any(group.on_host for group in layout.groups)
+        self.landing = HostLanding(self.device)
+        self.pool = BufferPool(settings.persistent_buffers, slots=1 if self.rests_on_host else BufferPool.SLOTS)
         self.buckets = self._make_buckets()
         self._buckets_of: list[list[Bucket]] = [[] for _ in ledger.records]
         for bucket in self.buckets:
@@ -123,7 +131,8 @@ class GradientReducer:
         for position, plan in enumerate(self.layout.buckets):
             group = self.layout.groups[plan.group]
             comm_dtype = self.settings.comm_dtype or group.comm_dtype or group.dtype
-            buckets.append(Bucket(plan, position, comm_dtype, self._accum_dtype(group), group.device))
+            slot = position % self.pool.slots
+            buckets.append(Bucket(plan, position, comm_dtype, self._accum_dtype(group), group.device, slot))
             self.pool.reserve(plan.numel, comm_dtype, group.device)
         return buckets
 
@@ -306,7 +315,9 @@ class GradientReducer:
         with self.order.side():
             if flight.reduction.work is not None:
                 self._await(flight.reduction.work, bucket)
-            bucket.land(flight.reduction.parts, self._shard(bucket.plan.group), flight.scale)
+            away = self.layout.groups[bucket.plan.group].on_host
+            add = self.landing.deliver if away else deliver
+            bucket.land(flight.reduction.parts, self._shard(bucket.plan.group), flight.scale, add)
             for buffer in flight.buffers:
                 buffer.mark = self.order.mark()
 
@@ -331,7 +342,10 @@ class GradientReducer:
             group = self.layout.groups[group_index]
             accum = self._accum_dtype(group)
             dtype = torch.float32 if accum is torch.float16 else accum
-            shard = torch.zeros(group.shard_numel, dtype=dtype, device=group.device)
+            if group.on_host:
+                shard = self.settings.host_memory.zeros(group.shard_numel, dtype)
+            else:
+                shard = torch.zeros(group.shard_numel, dtype=dtype, device=group.device)
             self.shards[group_index] = shard
         return shard
 
@@ -378,6 +392,12 @@ class GradientReducer:
             if not verdict.round_wanted:
                 break
         self.order.join()
+        self.await_host_shards()
+
+    def await_host_shards(self) -> None:
+        """What was copied to shards on the host has arrived. The host waits, if there are any."""
+        if self.rests_on_host:
+            self.order.await_all()
 
     def local_gradient(self, record: ParameterRecord) -> torch.Tensor:
         """This rank's own part of the window's gradient that no collective has taken: fp32, in the parameter's
@@ -430,7 +450,9 @@ class GradientReducer:
                 record.handle.remove()
                 record.handle = None
             record.listener = None
+        self.await_host_shards()
         self.pool.clear()
+        self.landing.clear()
         for bucket in self.buckets:
             bucket.free_local()
             bucket.forget_views()
@@ -441,4 +463,4 @@ class GradientReducer:
     @property
     def buffer_nbytes(self) -> int:
         """Bytes of communication buffers and local accumulation buffers held now."""
-        return self.pool.nbytes + sum(bucket.local_nbytes for bucket in self.buckets)
+        return self.pool.nbytes + self.landing.nbytes + sum(bucket.local_nbytes for bucket in self.buckets)

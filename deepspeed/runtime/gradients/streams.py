@@ -40,6 +40,12 @@ class HostOrder:
     def join(self) -> None:
         """Let the current stream wait for the side stream."""
 
+    def await_mark(self, mark: object | None) -> None:
+        """Let the host wait for a mark."""
+
+    def await_all(self) -> None:
+        """Let the host wait for the side stream: what it copied to the host may be read then."""
+
     def watch(self, name: str) -> None:
         """Let the watchdog see that the side stream goes on."""
 
@@ -81,6 +87,13 @@ class SideStream(HostOrder):
 
     def join(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    def await_mark(self, mark: torch.cuda.Event | None) -> None:
+        if mark is not None:
+            mark.synchronize()
+
+    def await_all(self) -> None:
+        self.stream.synchronize()
 
     def watch(self, name: str) -> None:
         watchdog.watch_stream(self.stream, name)

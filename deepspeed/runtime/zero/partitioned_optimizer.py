@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ZeRO stages 1, 2 and 3 share: the inner optimizer steps on this rank's flat fp32 masters."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.gradients.arithmetic import scale_each
 from deepspeed.runtime.parameter_handover import replace_parameters
 from deepspeed.runtime.zero.flat_weights import MasterWeights
 from deepspeed.utils.tensor_fragment import ParameterLink, link_parameters, unlink_parameters
@@ -21,6 +24,8 @@ class PartitionedOptimizer(ZeROOptimizer):
         self.weights = weights
         link_parameters(self)
         groups = self.reducer.layout.groups
+        for group in groups:
+            weights.allocate_copy(group.index)
         replace_parameters(
             self.optimizer,
             [
@@ -28,7 +33,10 @@ class PartitionedOptimizer(ZeROOptimizer):
                 for index in range(len(self.optimizer.param_groups))
             ],
         )
-        weights.free_copies()
+        for group in groups:
+            weights.free_copy(group.index)
+        inner = self.optimizer
+        weights.state_of = lambda stepped: inner.state.get(stepped, {})
 
     @property
     def dp_process_group(self) -> Any:
@@ -67,14 +75,85 @@ class PartitionedOptimizer(ZeROOptimizer):
         """
         return [record.handle for record in self.reducer.ledger.records]
 
-    @torch.no_grad()
-    def _update(self, shards: list[torch.Tensor]) -> None:
-        with self.weights.stepping(shards):
-            self.optimizer.step()
-        self.update_lp_params()
+    # ------------------------------------------------------------------ the step
 
+    @torch.no_grad()
+    def _update(self, shards: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+        flat = getattr(self.optimizer, "step_flat", None) is not None
+        step = self._step_group_by_group if flat else self._step_together
+        with self._writing_weights():
+            for batch in self.weights.visit():
+                step(batch, shards, factor)
+        if flat:
+            self.optimizer.step()  # finds no gradient and steps nothing: for its hooks, and whoever counts its steps
+
+    def _step_together(self, batch: Sequence[int], shards: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+        """The way of any torch optimizer: it steps on the tensors that have a gradient."""
+        stepped = [self.weights.stepped[index] for index in batch]
+        scale_each([shards[index] for index in batch], factor)
+        with self.weights.stepping(batch):
+            for index, tensor in zip(batch, stepped):
+                tensor.grad = shards[index].to(tensor.dtype)
+            try:
+                self.optimizer.step()
+            finally:
+                for tensor in stepped:
+                    tensor.grad = None
+        for index in batch:
+            with self.weights.writing(index):
+                self._gather_weights(index)
+
+    def _step_group_by_group(
+        self, batch: Sequence[int], shards: list[torch.Tensor], factor: float | torch.Tensor
+    ) -> None:
+        """The way of optimizers that take one tensor with its gradient and state: one pass over each group, while the
+        weights of the one before are on their way."""
+        weights = self.weights
+        for index in batch:
+            if isinstance(factor, torch.Tensor):
+                scale_each([shards[index]], factor)
+            target = weights.target(index)
+            with weights.stepping([index]):
+                stepped = weights.stepped[index]
+                self.optimizer.step_flat(
+                    stepped.data,
+                    shards[index],
+                    self.optimizer.state[stepped],
+                    self.optimizer.param_groups[self.reducer.layout.groups[index].param_group],
+                    low_precision=None if target.dtype == stepped.dtype else target,
+                    grad_scale=1.0 if isinstance(factor, torch.Tensor) else factor,
+                )
+            if target.dtype == stepped.dtype:
+                target.copy_(weights.masters[index])
+            with weights.sending(index, target):
+                self._gather_weights(index)
+
+    @torch.no_grad()
     def update_lp_params(self) -> None:
         """Round this rank's master weights into the model's weights, and bring everyone's up to date. Collective."""
+        with self._writing_weights():
+            for batch in self.weights.visit(write=False):
+                for index in batch:
+                    with self.weights.writing(index):
+                        self._gather_weights(index)
+
+    @contextmanager
+    def _writing_weights(self) -> Iterator[None]:
+        """Around the writing of all groups' weights. Copies to the device come after what reads the former weights
+        there, and before what reads the new ones."""
+        order = self.reducer.order
+        if self.reducer.rests_on_host:
+            order.fork()
+        yield
+        if self.reducer.rests_on_host:
+            order.join()
+        self._weights_written()
+
+    def _gather_weights(self, index: int) -> None:
+        """This rank's part of the weights of a group is new: bring everyone's up to date. Collective."""
+
+    def _weights_written(self) -> None:
+        """All weights are new. Collective."""
         raise NotImplementedError
 
     def refresh_fp32_params(self) -> None:
@@ -94,6 +173,9 @@ class PartitionedOptimizer(ZeROOptimizer):
         self.weights.release()
 
     # ------------------------------------------------------------------ for the accessors of deepspeed.utils
+
+    def resident(self, link: ParameterLink, write: bool = True) -> AbstractContextManager[None]:
+        return self.weights.resident(link.group.index, write)
 
     def own_master(self, link: ParameterLink) -> torch.Tensor:
         return link.own_part(self.master_of(link))

@@ -187,10 +187,8 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         for ranks in self.parameter_offload.gathering_ranks():
             ranks.check_order(self.reducer.channel)
 
-    @torch.no_grad()
-    def update_lp_params(self) -> None:
-        """Round the masters into the shards; weights that stay whole are gathered again."""
-        self.weights.write_own_slices()
+    def _weights_written(self) -> None:
+        """Weights that stay whole are gathered again."""
         self.parameter_offload.weights_written(self.weights.shards())
 
     @torch.no_grad()
@@ -200,8 +198,10 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         shard = shard_of(link.record.parameter)
         numel = link.end - link.begin
         now, before = shard.shard[:numel], former[:numel]
-        master = self.own_master(link)
-        master.copy_(torch.where(now != before, now.to(master.dtype), master))
+        with self.resident(link):
+            master = self.own_master(link)
+            changed = (now != before).to(master.device)
+            master.copy_(torch.where(changed, now.to(master), master))
 
     def write_weight(self, link: ParameterLink, value: torch.Tensor) -> None:
         shard_of(link.record.parameter).write(value)

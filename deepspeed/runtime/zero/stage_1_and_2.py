@@ -143,16 +143,15 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
         self.allgather_bucket_size = allgather_bucket_size
         self._take_over(FlatWeights(layout, *master_dtypes(bf16_master_weights_and_gradients, bf16_optimizer_states)))
 
-    @torch.no_grad()
-    def update_lp_params(self) -> None:
-        """Round this rank's master weights into the model's weights and gather everyone's."""
-        self.weights.write_own_slices()
-        for flat in self.weights.flats:
-            if self.allgather_partitions:
-                collectives.all_gather_slices(
-                    flat, self.reducer.channel.rank, self.dp_process_group, self.allgather_bucket_size
-                )
-            else:
-                collectives.broadcast_slices(flat, self.dp_process_group)
+    def _gather_weights(self, index: int) -> None:
+        flat = self.weights.flats[index]
+        if self.allgather_partitions:
+            collectives.all_gather_slices(
+                flat, self.reducer.channel.rank, self.dp_process_group, self.allgather_bucket_size
+            )
+        else:
+            collectives.broadcast_slices(flat, self.dp_process_group)
+
+    def _weights_written(self) -> None:
         for record in self.reducer.ledger.records:
             torch.autograd.graph.increment_version(record.parameter)  # graphs that saved the old values are stale

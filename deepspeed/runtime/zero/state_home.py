@@ -7,7 +7,7 @@ checkpoints, ``offload_states``.
 
 A home of another kind (files) keeps the *identity* of the tensors: the inner optimizer's ``state`` is keyed by the
 tensor it steps on. It sets ``.data`` of the tensors that ``admit``'s callback lists: to memory with their values while
-the group is resident, to something without memory otherwise.
+the group is resident, else to a stand-in of the same shape, dtype and device without memory (``expand``).
 """
 
 from abc import ABC, abstractmethod
@@ -17,6 +17,7 @@ from contextlib import closing, contextmanager
 import torch
 
 from deepspeed.runtime.gradients.host_memory import HostMemory
+from deepspeed.runtime.gradients.layout import FlatGroup
 
 # The live tensors of a group by name, all 1-D of ``shard_numel`` elements: "master", and the entries of the inner
 # optimizer's state that have its size ("exp_avg", ...), none before the first step. Entries without dimensions (the
@@ -98,3 +99,14 @@ class MemoryHome(StateHome):
 
     def visit(self, groups: Sequence[int], write: bool = True) -> Iterator[list[int]]:
         yield list(groups)
+
+
+def homes_in_memory(groups: Sequence[FlatGroup], host: HostMemory | None = None) -> list[StateHome]:
+    """A home for each group: host memory for those that rest on the host, else the device of their weights.
+
+    Args:
+        host: how memory of the host is allocated; None: not pinned.
+    """
+    on_host = MemoryHome(torch.device("cpu"), host or HostMemory(pinned=False))
+    devices = {group.device: MemoryHome(group.device) for group in groups}
+    return [on_host if group.on_host else devices[group.device] for group in groups]
