@@ -73,7 +73,6 @@ def map_tensors(item: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
     return item
 
 
-@torch.no_grad()
 def tensors_in(item: Any, dataclass_fields: bool = False) -> Iterator[torch.Tensor]:
     """The tensors in a nested structure of tuples, lists, sets and mappings, and of dataclasses where asked for."""
     if isinstance(item, torch.Tensor):
@@ -89,6 +88,7 @@ def tensors_in(item: Any, dataclass_fields: bool = False) -> Iterator[torch.Tens
             yield from tensors_in(getattr(item, field.name), dataclass_fields)
 
 
+@torch.no_grad()
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> torch.Tensor:

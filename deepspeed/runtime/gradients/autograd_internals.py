@@ -29,6 +29,7 @@ try:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as _clear_transforms
 except ImportError:  # another version of torch
     _clear_transforms = None
+_transform_level = getattr(getattr(torch._C, "_functorch", None), "maybe_current_level", None)
 
 NO_GRAPH_TASK = -1
 
@@ -152,6 +153,11 @@ def outside_of_transforms() -> AbstractContextManager:
     Fallback: none; what is gathered inside of a transform then belongs to it, and torch refuses to take its memory.
     """
     return nullcontext() if _clear_transforms is None else _clear_transforms()
+
+
+def transform_is_running() -> bool:
+    """Whether the caller may be inside of a ``torch.func`` transform. Fallback: True, it may."""
+    return True if _transform_level is None else _transform_level() is not None
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -222,8 +222,9 @@ class PartitionedParameterCoordinator:
         for shard in shards:
             self._kept.pop(shard, None)
         missing = [shard for shard in shards if shard.parameter.ds_status is NOT_AVAILABLE]
-        self._make_room(sum(shard.numel for shard in missing if not shard.persistent), needed)
-        self._start(missing, order)
+        if missing:
+            self._make_room(sum(shard.numel for shard in missing if not shard.persistent), needed)
+            self._start(missing, order)
         if order is not None and self._ahead <= self._bucket // 2:
             self._prefetch(order, needed)
         for shard in shards:
@@ -234,8 +235,6 @@ class PartitionedParameterCoordinator:
                 shard.gather.wait()
 
     def _start(self, missing: list[ShardedParameter], order: UsageOrder | None) -> None:
-        if not missing:
-            return
         backward = order is not self._inference and self._scope is not None
         self.gathers += len(start_gathers(missing, prefer_secondary=self._secondary and backward))
         for shard in missing:

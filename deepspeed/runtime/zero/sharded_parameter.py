@@ -459,6 +459,8 @@ class Gather:
 
 def plain_tensors() -> AbstractContextManager:
     """Gathered weights must be usable in training, even if they were first asked for in inference mode."""
+    if not (torch.is_inference_mode_enabled() or autograd.transform_is_running()):
+        return torch.no_grad()  # a stack of contexts costs several microseconds, twice for each gather
     stack = ExitStack()
     stack.enter_context(autograd.outside_of_transforms())
     stack.enter_context(torch.inference_mode(False))
