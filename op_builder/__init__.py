@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builders of the native ops, found by class name: ``deepspeed.ops.op_builder.CPUAdamBuilder().load()``."""
 
+from .async_io import AsyncIOBuilder
 from .builder import CUDAOpBuilder, NotImplementedBuilder, OpBuilder, get_default_compute_capabilities
+from .cpu_optimizers import CPUAdagradBuilder, CPUAdamBuilder, CPULionBuilder
+from .fused_optimizers import FusedAdamBuilder, FusedLambBuilder, FusedLionBuilder
 from .not_built import (
-    AsyncIOBuilder,
     CCLCommBuilder,
-    CPUAdagradBuilder,
-    CPUAdamBuilder,
-    CPULionBuilder,
     DeepCompileBuilder,
     EvoformerAttnBuilder,
     FlashAttentionBuilder,
     FPQuantizerBuilder,
-    FusedAdamBuilder,
-    FusedLambBuilder,
-    FusedLionBuilder,
     GDSBuilder,
     InferenceBuilder,
     InferenceCoreBuilder,

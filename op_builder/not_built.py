@@ -7,34 +7,10 @@ A class leaves this file for one of its own when its sources are in ``csrc/``.
 from .builder import NotImplementedBuilder
 
 
-class AsyncIOBuilder(NotImplementedBuilder):
-    """Asynchronous file reads and writes for NVMe offload."""
-
-    NAME = "async_io"
-
-
 class CCLCommBuilder(NotImplementedBuilder):
     """Collectives through oneCCL."""
 
     NAME = "deepspeed_ccl_comm"
-
-
-class CPUAdagradBuilder(NotImplementedBuilder):
-    """Adagrad on offloaded states."""
-
-    NAME = "cpu_adagrad"
-
-
-class CPUAdamBuilder(NotImplementedBuilder):
-    """Adam on offloaded states."""
-
-    NAME = "cpu_adam"
-
-
-class CPULionBuilder(NotImplementedBuilder):
-    """Lion on offloaded states."""
-
-    NAME = "cpu_lion"
 
 
 class DeepCompileBuilder(NotImplementedBuilder):
@@ -59,24 +35,6 @@ class FlashAttentionBuilder(NotImplementedBuilder):
     """Flash attention."""
 
     NAME = "flash_attn"
-
-
-class FusedAdamBuilder(NotImplementedBuilder):
-    """Adam over many tensors in one kernel."""
-
-    NAME = "fused_adam"
-
-
-class FusedLambBuilder(NotImplementedBuilder):
-    """LAMB over many tensors in one kernel."""
-
-    NAME = "fused_lamb"
-
-
-class FusedLionBuilder(NotImplementedBuilder):
-    """Lion over many tensors in one kernel."""
-
-    NAME = "fused_lion"
 
 
 class GDSBuilder(NotImplementedBuilder):
