@@ -57,6 +57,7 @@ from deepspeed.runtime.config_utils import (
     read_section,
     warn_once_on_rank_0,
 )
+from deepspeed.runtime.gradients.self_check_config import GRADIENT_CHECK, get_gradient_check_config
 from deepspeed.runtime.model_checkpointing.config import get_checkpoint_config
 from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
 from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
@@ -130,6 +131,7 @@ KNOWN_TOP_LEVEL_KEYS = (
     COMMS_LOGGER,
     *DeepSpeedMonitorConfig.model_fields,
     FLOPS_PROFILER,
+    GRADIENT_CHECK,
     TIMERS,
     HYBRID_ENGINE,
     PIPELINE,
@@ -576,6 +578,7 @@ class DeepSpeedConfig:
         self.timers_config = get_timers_config(source)
         self.activation_checkpointing_config = DeepSpeedActivationCheckpointingConfig(source)
         self.flops_profiler_config = DeepSpeedFlopsProfilerConfig(source)
+        self.gradient_check_config = get_gradient_check_config(source)
         # The flops profiler prints times per phase, which only the timers behind this key take.
         self.wall_clock_breakdown: bool = get_wall_clock_breakdown(source) or self.flops_profiler_config.enabled
 

@@ -204,6 +204,14 @@ DESCRIPTIONS: dict[str, str] = {
     "flops_profiler.top_modules": "Modules printed per depth.",
     "flops_profiler.detailed": "Print each module.",
     "flops_profiler.output_file": "File to print to; null: standard output.",
+    "gradient_check.enabled": "Compare gradients with an independent record before updates (docs/gradient_check.md).",
+    "gradient_check.every": "Check one update in so many, the first of them included.",
+    "gradient_check.steps": "Stop after so many checked updates; null: never.",
+    "gradient_check.tolerance": (
+        "Largest error of an element as a share of the sum of its contributions' sizes; null: what rounding allows."
+    ),
+    "gradient_check.parameters": "Names of the parameters to check, as shell patterns.",
+    "gradient_check.on_mismatch": "`raise`: GradientCheckError on every rank, nothing is updated; `warn`: go on.",
     # Parallelism and what else is not built
     "hybrid_engine.enabled": "One engine for training and generation.",
     "hybrid_engine.max_out_tokens": "Tokens to generate at most.",
@@ -290,6 +298,7 @@ OPTION_OF: dict[str, str] = {
     "wandb": "wandb.enabled",
     "csv_monitor": "csv_monitor.enabled",
     "comet": "comet.enabled",
+    "gradient_check": "gradient_check.enabled",
     "aio": "zero_optimization.offload_optimizer",
     **{
         f"zero_optimization.{key}": STAGE_3

@@ -28,6 +28,7 @@ from deepspeed.runtime.config_sections import (
     read_whole_section,
 )
 from deepspeed.runtime.config_utils import AUTO
+from deepspeed.runtime.gradients.self_check_config import GRADIENT_CHECK
 from deepspeed.runtime.swap_tensor.constants import AIO
 from deepspeed.runtime.tensor_parallel.config import TENSOR_PARALLEL
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
@@ -85,6 +86,7 @@ def _effective_values(config: DeepSpeedConfig) -> dict[str, Any]:
         (ZERO_OPTIMIZATION, config.zero_config),
         (COMMS_LOGGER, config.comms_config.comms_logger),
         (f"{TIMERS}.throughput", config.timers_config),
+        (GRADIENT_CHECK, config.gradient_check_config),
         (HYBRID_ENGINE, config.hybrid_engine),
         (TENSOR_PARALLEL, config.tensor_parallel_config),
         *((monitor, getattr(config.monitor_config, monitor)) for monitor in DeepSpeedMonitorConfig.model_fields),

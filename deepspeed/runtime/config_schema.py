@@ -40,6 +40,7 @@ from deepspeed.runtime.config_sections import (
 )
 from deepspeed.runtime.config_utils import AUTO, DeepSpeedConfigModel, KeySpec
 from deepspeed.runtime.engine_config import _UNBUILT
+from deepspeed.runtime.gradients.self_check_config import GRADIENT_CHECK, GradientCheckConfig
 from deepspeed.runtime.model_checkpointing.config import _WRITER_KINDS, CHECKPOINT_DEFAULT_DICT, VALID_VALUES
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
@@ -64,6 +65,7 @@ TYPED_SECTIONS: dict[str, type[DeepSpeedConfigModel]] = {
     COMMS_LOGGER: CommsLoggerConfig,
     **{name: field.annotation for name, field in DeepSpeedMonitorConfig.model_fields.items()},
     f"{TIMERS}.throughput": DeepSpeedThroughputTimerConfig,
+    GRADIENT_CHECK: GradientCheckConfig,
     HYBRID_ENGINE: HybridEngineConfig,
     TENSOR_PARALLEL: TPTrainingConfig,
 }

@@ -2,6 +2,7 @@
 """The training engine: forward, backward, step. What a gradient goes through stands in ``runtime.gradients``."""
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,8 @@ from deepspeed.runtime.engine_config import EngineConfigAccessors
 from deepspeed.runtime.engine_monitor import StepEvents
 from deepspeed.runtime.engine_surface import EngineSurface, throughput_timer
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
+from deepspeed.runtime.gradients.self_check import GradientCheck
+from deepspeed.runtime.gradients.self_check_calls import CALLS
 from deepspeed.runtime.model_placement import cast_floating_inputs, partition_model, place_whole_model
 from deepspeed.runtime.python_gc import python_gc_manager
 from deepspeed.runtime.torch_autocast import autocast_dtype_of, autocast_if_enabled, init_autocast_params
@@ -125,6 +128,7 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
         self.optimizer = self._configure_optimizer()
         managed = set() if self._stepper is None else {r.parameter for r in self._stepper.reducer.ledger.records}
         self._unmanaged_parameters = [p for p in model.parameters() if p not in managed]
+        self._start_gradient_check()
         try:
             self.lr_scheduler = optimizer_factory.lr_scheduler(
                 lr_scheduler, self.basic_optimizer, self.optimizer, self._config
@@ -152,6 +156,24 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
         )
         plain = self._config.zero_optimization_stage == 0 and not (self.fp16_enabled() or self.bfloat16_enabled())
         return self.basic_optimizer if plain else self._stepper
+
+    def _start_gradient_check(self) -> None:
+        """With ``gradient_check`` in the config: compare gradients with an independent record before updates."""
+        config = self._config.gradient_check_config
+        if not config.enabled or self._stepper is None:
+            return
+        mean = self._config.gradient_allreduce_op == "mean"
+        engine = weakref.ref(self)
+        check = GradientCheck(
+            config,
+            self._stepper,
+            self.data_parallel_group,
+            mean,
+            lambda: engine().gradient_accumulation_steps(),
+            lambda: engine().micro_steps,
+        )
+        self._stepper.gradient_check = check
+        check.begin_window(self.global_steps)
 
     # ------------------------------------------------------------------ forward, backward, step
 
@@ -195,6 +217,7 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
             with (
                 state.announced(stepper.factor_on_loss, scale_wrt_gas, "engine.backward"),
                 self.phases.phase(phases.AUTOGRAD, self),
+                CALLS.announced("engine.backward", loss, stepper.factor_on_loss, scale_wrt_gas),
             ):
                 stepper.scale_if_loss(loss).backward(retain_graph=retain_graph)
             with self.phases.phase(phases.SWEEP, self):
@@ -218,6 +241,7 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
 
         def begin_backward(_: torch.Tensor) -> None:
             state.enter_scaled_backward(scale)
+            CALLS.scaled(scale)
             events.saw_loss(value, share)
 
         scaled.register_hook(begin_backward)
@@ -242,6 +266,8 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
             if is_boundary:
                 self._take_step(stepper, lr_kwargs or {})
             self.schedule.micro_steps += 1
+        if is_boundary and stepper.gradient_check is not None:
+            stepper.gradient_check.begin_window(self.global_steps)
         watchdog.new_step()
         self.tput_timer.stop(global_step=is_boundary)
 

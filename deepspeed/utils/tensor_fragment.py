@@ -225,6 +225,7 @@ def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
         param.grad = value
         return
     link.scatter(value, _own_gradient(link))
+    link.optimizer.gradient_edited(param)
     link.optimizer.gradients_edited()
 
 
@@ -379,6 +380,7 @@ def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor:
 def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Replace this rank's partition of the true gradient. Collective."""
     link = _require_partitioned(param, "safe_set_local_grad")
+    link.optimizer.gradient_edited(param)
     _write_local(link, _local_gradient(link), value)
 
 
