@@ -80,6 +80,7 @@ def check_exclusions(config: DeepSpeedConfig) -> None:
     _check_precision(config)
     _check_reduction(config)
     _check_grad_norm(config)
+    _check_offload(config)
     _check_accumulation(config)
     _check_optimizer(config)
     _check_data_parallel_size(config)
@@ -162,6 +163,18 @@ def _check_grad_norm(config: DeepSpeedConfig) -> None:
             raise ValueError(f"'zero_optimization.compute_grad_norm': false cannot be used with {reason}")
 
 
+def _check_offload(config: DeepSpeedConfig) -> None:
+    zero, stage = config.zero_config, config.zero_optimization_stage
+    for key, section, least, what in (
+        ("offload_optimizer", zero.offload_optimizer, 1, "which partitions no optimizer state: use stage 1, 2 or 3"),
+        ("offload_param", zero.offload_param, 3, "which partitions no parameters: use stage 3"),
+    ):
+        if offloads(section) and stage < least:
+            raise ValueError(
+                f"'zero_optimization.{key}.device': {section.device.value!r} cannot be used with stage {stage}, {what}"
+            )
+
+
 def _check_accumulation(config: DeepSpeedConfig) -> None:
     if config.managed_gradient_accumulation:
         return
@@ -210,6 +223,10 @@ def offloads(section: Any) -> bool:
     return section is not None and section.device != OffloadDeviceEnum.none
 
 
+def _offloads_to(section: Any, device: OffloadDeviceEnum) -> bool:
+    return section is not None and section.device == device
+
+
 def _section_enabled(name: str) -> Callable[[DeepSpeedConfig], bool]:
     return lambda config: read_section(config._param_dict, name).get("enabled", False) not in (False, None, AUTO)
 
@@ -225,11 +242,20 @@ def _section_not_empty(name: str) -> Callable[[DeepSpeedConfig], bool]:
 # Config key, what it would need, when it is switched on. Remove a line when the feature exists.
 _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
     (
-        "zero_optimization.offload_optimizer",
-        "optimizer offload",
-        lambda c: offloads(c.zero_config.offload_optimizer),
+        "zero_optimization.offload_optimizer.device",
+        "optimizer offload to nvme",
+        lambda c: _offloads_to(c.zero_config.offload_optimizer, OffloadDeviceEnum.nvme),
     ),
-    ("zero_optimization.offload_param", "parameter offload", lambda c: offloads(c.zero_config.offload_param)),
+    (
+        "zero_optimization.offload_param.device",
+        "parameter offload to nvme",
+        lambda c: _offloads_to(c.zero_config.offload_param, OffloadDeviceEnum.nvme),
+    ),
+    (
+        "zero_optimization.offload_optimizer.super_offload",
+        "SuperOffload",
+        lambda c: offloads(c.zero_config.offload_optimizer) and c.zero_config.offload_optimizer.super_offload,
+    ),
     ("zero_optimization.zenflow", "ZenFlow", lambda c: c.zero_config.zenflow is not None),
     (
         "zero_optimization.zero_quantized_weights",

@@ -9,8 +9,14 @@ from typing import Any
 
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_checks import offloads
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, OffloadDeviceEnum
 
 Read = Callable[[DeepSpeedConfig], Any]
+
+
+def _offload_optimizer(config: DeepSpeedConfig) -> DeepSpeedZeroOffloadOptimizerConfig:
+    return config.zero_config.offload_optimizer or DeepSpeedZeroOffloadOptimizerConfig()
+
 
 _ACCESSORS: dict[str, Read] = {
     "train_batch_size": lambda c: c.train_batch_size,
@@ -58,6 +64,10 @@ _ACCESSORS: dict[str, Read] = {
     "zero_offload_param": lambda c: c.zero_config.offload_param,
     "zero_cpu_offload": lambda c: offloads(c.zero_config.offload_optimizer),
     "zero_use_cpu_optimizer": lambda c: offloads(c.zero_config.offload_optimizer),
+    "zero_partial_offload": lambda c: _offload_optimizer(c).ratio,
+    "zero_nvme_offload_optimizer": lambda c: _offload_optimizer(c).device == OffloadDeviceEnum.nvme,
+    "super_offload": lambda c: _offload_optimizer(c).super_offload,
+    "cpuadam_cores_perc": lambda c: _offload_optimizer(c).cpuadam_cores_perc,
     "zero_multi_rank_bucket_allreduce": lambda c: c.zero_config.use_multi_rank_bucket_allreduce,
     "zero_gather_16bit_weights_on_model_save": lambda c: c.zero_config.gather_16bit_weights_on_model_save,
     "is_sanity_checks_enabled": lambda c: c.zero_config.enable_sanity_checks,
@@ -116,10 +126,6 @@ _UNBUILT: dict[str, str] = {
     "offload_states": "offload",
     "reload_states": "offload",
     "swap_tensor_config": "NVMe offload",
-    "zero_partial_offload": "offload",
-    "zero_nvme_offload_optimizer": "NVMe offload",
-    "super_offload": "super offload",
-    "cpuadam_cores_perc": "super offload",
     "zenflow_config": "ZenFlow",
     "empty_partition_cache": "ZeRO-3",
     "is_first_weights_partition_group": "ZeRO-3",

@@ -11,8 +11,9 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern, parameters_to_keep_in_fp32
 from deepspeed.runtime.parameter_handover import refuse_shared_memory
 from deepspeed.runtime.utils import map_tensors
+from deepspeed.runtime.zero.optimizer_offload import shard_memory
 from deepspeed.runtime.zero.partition_parameters import convert_to_zero_parameters, prepare_whole
-from deepspeed.runtime.zero.sharded_parameter import shard_of
+from deepspeed.runtime.zero.sharded_parameter import rest_shards, shard_of
 
 
 def model_dtype(config: DeepSpeedConfig) -> torch.dtype | None:
@@ -41,21 +42,28 @@ def place_whole_model(model: torch.nn.Module, config: DeepSpeedConfig, device: t
 def partition_model(model: torch.nn.Module, config: DeepSpeedConfig, device: torch.device | None, group: Any) -> None:
     """Cast, move, broadcast and partition parameter by parameter, so that the device never holds all whole ones.
 
-    Parameters that ``zero.Init`` has partitioned keep their values; they are cast and brought to the device.
+    Parameters that ``zero.Init`` has partitioned keep their values; they are cast and brought to the device, or, with
+    ``offload_param``, to the host.
     """
+    host = shard_memory(config.zero_config.offload_param)
     dtype_of = _dtypes(model, config)
     whole = [(name, parameter) for name, parameter in model.named_parameters() if shard_of(parameter) is None]
     refuse_shared_memory(whole)
     for _, parameter in whole:
         prepare_whole(parameter, dtype_of(parameter), device or parameter.device, group)
-        convert_to_zero_parameters([parameter], group, sanity_checks=config.zero_config.enable_sanity_checks)
+        sanity_checks = config.zero_config.enable_sanity_checks
+        rest_shards(convert_to_zero_parameters([parameter], group, sanity_checks=sanity_checks), host)
     for parameter in model.parameters():
         shard = shard_of(parameter)
         kind = (dtype_of(parameter) if shard.dtype.is_floating_point else None) or shard.dtype
-        place = device or shard.shard.device
-        if (kind, place) != (shard.dtype, shard.shard.device):
+        place = device or shard.device
+        away = host is not None
+        if (kind, place, away) != (shard.dtype, shard.device, shard.away):
             shard.hide()
-            shard.move_shard(torch.empty(shard.slice_numel, dtype=kind, device=place))
+            shard.device = place
+            numel = shard.slice_numel
+            new = host.empty(numel, kind) if away else torch.empty(numel, dtype=kind, device=place)
+            shard.move_shard(new, away)
             shard.hide()
     for buffer in model.buffers():
         if device is not None:

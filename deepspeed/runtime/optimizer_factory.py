@@ -11,6 +11,7 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_checks import offloads
 from deepspeed.runtime.config_utils import constructor_arguments, without_auto
 from deepspeed.runtime.constants import MAX_GRAD_NORM
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -22,11 +23,12 @@ from deepspeed.runtime.torch_autocast import autocast_dtype_of
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
+from deepspeed.runtime.zero.utils import ZeRORuntimeException, is_zero_supported_optimizer
 from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
 
 UNBUILT_OPTIMIZERS = ("lamb", "lion", "muon", "muadam", "muadamw", "musgd")
 FUSED_ADAM = "FusedAdam"  # of this package or of apex
+CPU_OPTIMIZERS = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion")
 ADAM_SWITCHES = ("fp32_optimizer_states", "bias_correction")  # of the config, both true by default
 
 
@@ -41,8 +43,10 @@ def basic_optimizer(
         AssertionError: the config names an optimizer that does not exist.
         NotImplementedError: the config names one that is not built.
         DeepSpeedConfigTypeError: the config gives it an argument that it does not take, or lacks one.
+        ZeRORuntimeException: see ``_check_runs_offloaded``.
     """
     if isinstance(client, torch.optim.Optimizer):
+        _check_runs_offloaded(client, config)
         return client
     if client is None and config.optimizer_name is None:
         return None
@@ -56,7 +60,21 @@ def basic_optimizer(
     optimizer = client(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"the optimizer callable returned {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    _check_runs_offloaded(optimizer, config)
     return optimizer
+
+
+def _check_runs_offloaded(optimizer: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:
+    """ZeRORuntimeException for a client's optimizer that is not made for the host, while ``offload_optimizer`` and
+    ``zero_force_ds_cpu_optimizer`` are on."""
+    if not (offloads(config.zero_config.offload_optimizer) and config.zero_force_ds_cpu_optimizer):
+        return
+    if not any(cls.__name__ in CPU_OPTIMIZERS for cls in type(optimizer).__mro__):
+        raise ZeRORuntimeException(
+            f"zero_optimization.offload_optimizer steps on the host, and {type(optimizer).__name__} is none of"
+            f" {', '.join(CPU_OPTIMIZERS)}, which are made for it. Pass one of them, or name the optimizer in the"
+            ' config; "zero_force_ds_cpu_optimizer": false lets any torch optimizer step on the host'
+        )
 
 
 def _parameters(model_parameters: Iterable[Any] | None, model: torch.nn.Module) -> list[Any]:
@@ -135,8 +153,8 @@ def stage_optimizer(
                 module,
                 basic,
                 param_names,
-                sub_group_size=config.zero_config.sub_group_size,
                 parameter_offload=offload,
+                offload_param_config=config.zero_config.offload_param,
                 **_partitioned_settings(config, schedule, group, mpu),
             )
         except BaseException:
@@ -183,6 +201,8 @@ def _partitioned_settings(
         "fp16_master_weights_and_gradients": fp16.fp16_master_weights_and_grads,
         "bf16_master_weights_and_gradients": config.bfloat16_config.bf16_master_weights_and_grads,
         "bf16_optimizer_states": config.bfloat16_config.bf16_optimizer_states,
+        "offload_optimizer_config": zero.offload_optimizer,
+        "sub_group_size": zero.sub_group_size,
         "schedule": schedule,
     }
 
@@ -211,6 +231,7 @@ def parameter_offload(module: torch.nn.Module, config: DeepSpeedConfig, group: A
         zero_module_granularity_threshold=zero.module_granularity_threshold,
         use_all_reduce_for_fetch_params=zero.use_all_reduce_for_fetch_params,
         allgather_sequential=zero.allgather_sequential,
+        offload_param_config=zero.offload_param,
     )
 
 
@@ -256,7 +277,7 @@ def accumulation_dtype(config: DeepSpeedConfig) -> torch.dtype:
 
 def _accumulates_bf16_in_fp32(config: DeepSpeedConfig) -> bool:
     """Whether stage 1 goes by the name of ``BF16_Optimizer``, which is told apart by nothing but its attributes."""
-    stage_1 = config.zero_optimization_stage == 1
+    stage_1 = config.zero_optimization_stage == 1 and not offloads(config.zero_config.offload_optimizer)
     return stage_1 and config.bfloat16_config.enabled and config.grad_accum_dtype is torch.float32
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of the host that a device copies from and to without the host waiting, in exactly the bytes asked for.
+"""Memory of the host that a device copies from and to without the host waiting, in the bytes asked for and a page.
 
 torch's own pinned allocator rounds every size up to a power of two and keeps what was freed. State of the optimizer is
 allocated once, in a few large pieces, so ordinary memory is registered with CUDA here instead.
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed.utils.logging import warning_once
+
+PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,9 @@ class HostMemory:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor in host memory."""
-        tensor = torch.empty(numel, dtype=dtype, device="cpu")
-        if self.pinned and numel and torch.cuda.is_available():
-            _pin(tensor)
-        return tensor
+        if not (self.pinned and numel and torch.cuda.is_available()):
+            return torch.empty(numel, dtype=dtype, device="cpu")
+        return _pinned(numel * dtype.itemsize).view(dtype)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The same, of zeros."""
@@ -39,16 +40,19 @@ class HostMemory:
         return self.empty(tensor.numel(), tensor.dtype).copy_(tensor)
 
 
-def _pin(tensor: torch.Tensor) -> None:
-    """Register the memory with CUDA until it is freed. Where the system forbids it, copies wait for the device."""
-    storage = tensor.untyped_storage()
-    address, nbytes = storage.data_ptr(), storage.nbytes()
+def _pinned(nbytes: int) -> torch.Tensor:
+    """Bytes that are registered with CUDA until they are freed. Where the system forbids it, they are ordinary ones."""
+    pages = -(-nbytes // PAGE)
+    memory = torch.empty((pages + 1) * PAGE, dtype=torch.uint8)  # whole pages, that are not in other tensors too
+    begin = -memory.data_ptr() % PAGE
     runtime = torch.cuda.cudart()
-    error = int(runtime.cudaHostRegister(address, nbytes, 0))
+    address = memory.data_ptr() + begin
+    error = int(runtime.cudaHostRegister(address, pages * PAGE, 0))
     if error:
         warning_once(
             f"{nbytes} bytes of host memory could not be pinned (CUDA error {error}), so that copies to and from the"
             " device wait for each other. Raise the limit of locked memory (ulimit -l), or set pin_memory to false"
         )
-        return
-    weakref.finalize(storage, runtime.cudaHostUnregister, address).atexit = False
+    else:
+        weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
+    return memory[begin : begin + nbytes]

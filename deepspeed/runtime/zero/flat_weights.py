@@ -170,6 +170,7 @@ class MasterWeights:
         raise NotImplementedError
 
     def _goes_through_staging(self, index: int) -> bool:
+        """Whether the group is stepped on the host and its weights are on the device."""
         return self.layout.groups[index].on_host
 
     def target(self, index: int) -> torch.Tensor:
@@ -228,14 +229,29 @@ class FlatWeights(MasterWeights):
 
 
 class ShardWeights(MasterWeights):
-    """Stage 3: a rank has its shards alone; those of a flat group become views of one flat tensor."""
+    """Stage 3: a rank has its shards alone; those of a flat group become views of one flat tensor.
+
+    Args:
+        host: how memory of the host is allocated, where shards rest on the host (``offload_param``); None: they do not.
+        settings: further arguments of ``MasterWeights``.
+    """
+
+    def __init__(self, *args: Any, host: HostMemory | None = None, **settings: Any) -> None:
+        self._host = host
+        super().__init__(*args, **settings)
 
     def _flatten(self, group: FlatGroup) -> torch.Tensor:
-        flat = torch.zeros(group.shard_numel, dtype=group.dtype, device=group.device)
+        if self._host is not None:
+            flat = self._host.zeros(group.shard_numel, group.dtype)
+        else:
+            flat = torch.zeros(group.shard_numel, dtype=group.dtype, device=group.device)
         for record, own in zip(group.records, group.own):
             shard = shard_of(record.parameter)
-            shard.move_shard(flat.narrow(0, own.shard_begin, shard.slice_numel))
+            shard.move_shard(flat.narrow(0, own.shard_begin, shard.slice_numel), away=self._host is not None)
         return flat
+
+    def _goes_through_staging(self, index: int) -> bool:
+        return self._host is None and super()._goes_through_staging(index)
 
     def own_slice(self, index: int) -> torch.Tensor:
         return self.flats[index]

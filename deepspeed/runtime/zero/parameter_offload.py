@@ -19,6 +19,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.gradients import autograd_internals as autograd
 from deepspeed.runtime.utils import tensors_in
+from deepspeed.runtime.zero.optimizer_offload import shard_memory
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, make_secondary
 from deepspeed.runtime.zero.sharded_parameter import (
     ShardedParameter,
@@ -26,6 +27,7 @@ from deepspeed.runtime.zero.sharded_parameter import (
     gather_now,
     pack_weight,
     ranks_of,
+    rest_shards,
     shard_of,
     shards_of,
     start_gathers,
@@ -310,6 +312,7 @@ class DeepSpeedZeRoOffload:
         zero_module_granularity_threshold: modules with fewer elements per descendant are gathered as a whole.
         use_all_reduce_for_fetch_params: gather by summing with zeros.
         allgather_sequential: one parameter after the other.
+        offload_param_config: where shards rest. Those that are not there yet are moved.
     """
 
     def __init__(
@@ -332,8 +335,8 @@ class DeepSpeedZeRoOffload:
         use_all_reduce_for_fetch_params: bool = False,
         allgather_sequential: bool = False,
     ) -> None:
-        if offload_param_config is not None or zenflow:
-            raise NotImplementedError("parameter offload and ZenFlow are not built")
+        if zenflow:
+            raise NotImplementedError("ZenFlow is not built")
         self.module = module
         self.granularity_threshold = zero_module_granularity_threshold
         secondary = 1 < zero_hpz_partition_size < dist.get_world_size()
@@ -342,6 +345,7 @@ class DeepSpeedZeRoOffload:
         )
         self.shards = shards_of(module.parameters())
         self._refuse_two_engines()
+        rest_shards(self.shards, shard_memory(offload_param_config))
         for name, parameter in module.named_parameters():
             shard_of(parameter).name = repr(name)
         for ranks in {shard.ranks: None for shard in self.shards}:
@@ -451,7 +455,7 @@ class DeepSpeedZeRoOffload:
         stale = []
         for shard in shards:
             shard.written()
-            if shard.full is not None and shard.ranks.world_size > 1:
+            if shard.full is not None and not shard.aliased:
                 shard.hide()
                 if shard.persistent:
                     stale.append(shard)

@@ -13,6 +13,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import load_config
+from deepspeed.runtime.gradients.host_memory import HostMemory
 from deepspeed.runtime.zero import init_patching
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, get_zero_config
 from deepspeed.runtime.zero.init_patching import ConstructionPatch
@@ -369,7 +370,7 @@ class GatheredParameters:
         with plain_tensors():
             for shard in self.shards:
                 shard.held += 1
-                if shard.aside is not None or shard.ranks.world_size == 1:
+                if shard.aside is not None or shard.aliased:
                     shard.show(shard.full.clone())
                 if shard.parameter.ds_enable_sanity_checks and self.src_rank is None:
                     self._shown[shard] = shard.full.clone()
@@ -420,9 +421,11 @@ class GatheredParameters:
         """Graphs that saved values which are about to be put back must not be used any more."""
         for shard in self.shards:
             data = shard.parameter.data
-            if data.shape != shard.shape or data.device != shard.shard.device:
+            if data.shape != shard.shape or data.device != shard.device:
                 shard.dropped += 1
-            elif not torch.equal(shard.own_slice(data.reshape(-1)), shard.shard[: shard.end - shard.begin]):
+                continue
+            own = shard.own_slice(data.reshape(-1))
+            if not torch.equal(own, shard.shard[: own.numel()].to(own.device)):
                 shard.dropped += 1
 
     def _refuse_dropped_writes(self) -> None:
@@ -587,9 +590,9 @@ class Init:
         for parameter in fresh:
             prepare_whole(parameter, self.dtype, self.local_device, self.ds_process_group)
         shards = convert_to_zero_parameters(fresh, self.ds_process_group, self.remote_device, self.sanity_checks)
-        if self.pin_memory and self.remote_device is not None and torch.cuda.is_available():
+        if self.pin_memory and self.remote_device is not None:
             for shard in shards:
-                shard.parameter.ds_tensor = shard.parameter.ds_tensor.pin_memory()
+                shard.move_shard(HostMemory().copy_of(shard.shard), away=True)
         for buffer in module.buffers(recurse=False):
             if buffer is not None and not buffer.is_meta:
                 buffer.data = buffer.data.to(self.local_device)
@@ -664,7 +667,7 @@ def _dtype_of(settings: dict[str, Any] | None) -> torch.dtype | None:
 def _remote_device(remote_device: str | None, zero: DeepSpeedZeroConfig) -> torch.device | None:
     chosen = remote_device
     if chosen is None and zero.offload_param is not None:
-        chosen = str(zero.offload_param.device)
+        chosen = zero.offload_param.device.value
     if chosen in (None, "none"):
         return None
     if chosen == "nvme":

@@ -110,20 +110,19 @@ class PartitionedOptimizer(ZeROOptimizer):
         weights of the one before are on their way."""
         weights = self.weights
         for index in batch:
-            if isinstance(factor, torch.Tensor):
-                scale_each([shards[index]], factor)
             target = weights.target(index)
             with weights.stepping([index]):
                 stepped = weights.stepped[index]
+                in_one_pass = target.dtype != stepped.dtype and target.device == stepped.device
                 self.optimizer.step_flat(
                     stepped.data,
                     shards[index],
                     self.optimizer.state[stepped],
                     self.optimizer.param_groups[self.reducer.layout.groups[index].param_group],
-                    low_precision=None if target.dtype == stepped.dtype else target,
-                    grad_scale=1.0 if isinstance(factor, torch.Tensor) else factor,
+                    low_precision=target if in_one_pass else None,
+                    grad_scale=factor,
                 )
-            if target.dtype == stepped.dtype:
+            if not in_one_pass:
                 target.copy_(weights.masters[index])
             with weights.sending(index, target):
                 self._gather_weights(index)

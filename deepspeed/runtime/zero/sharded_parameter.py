@@ -21,6 +21,7 @@ from deepspeed.comm import watchdog
 from deepspeed.comm.control import ControlChannel
 from deepspeed.runtime.gradients import autograd_internals as autograd
 from deepspeed.runtime.gradients import collectives
+from deepspeed.runtime.gradients.host_memory import HostMemory
 from deepspeed.runtime.gradients.layout import slice_numel
 from deepspeed.runtime.gradients.streams import HostOrder, order_for
 from deepspeed.utils import groups
@@ -173,12 +174,12 @@ class ShardedParameter:
     Args:
         parameter: holds its whole value, the same on every rank of ``ranks``.
         ranks: whom it is cut over.
-        shard_device: where the shard is kept; None for the parameter's own device.
+        shard_device: where the shard is kept, apart from whole values; None: with them, on the parameter's device.
     """
 
     __slots__ = (
-        "parameter", "ranks", "shape", "numel", "slice_numel", "dtype", "device", "name", "full", "aside", "gather",
-        "held", "saved", "window", "version", "dropped", "persistent", "ahead", "secondary", "coordinator",
+        "parameter", "ranks", "shape", "numel", "slice_numel", "dtype", "device", "away", "name", "full", "aside",
+        "gather", "held", "saved", "window", "version", "dropped", "persistent", "ahead", "secondary", "coordinator",
         "__weakref__",
     )  # fmt: skip
 
@@ -191,7 +192,8 @@ class ShardedParameter:
         self.numel = parameter.numel()
         self.slice_numel = slice_numel(self.numel, ranks.world_size)
         self.dtype = parameter.dtype
-        self.device = parameter.device
+        self.device = parameter.device  # of whole values
+        self.away = shard_device is not None  # whether the shard rests on the host, apart from whole values
         self.name = f"of shape {tuple(self.shape)}"
         self.full: torch.Tensor | None = None  # 1-D, padded; while gathered
         self.aside: torch.Tensor | None = None  # the same, while GatheredParameters shows a copy
@@ -229,13 +231,29 @@ class ShardedParameter:
         """This rank's elements of a 1-D tensor over all elements."""
         return flat[self.begin : self.end]
 
+    @property
+    def aliased(self) -> bool:
+        """Whether the whole value is the shard itself: on one rank, unless the shard is away."""
+        return self.ranks.world_size == 1 and not self.away
+
     @torch.no_grad()
-    def move_shard(self, target: torch.Tensor) -> None:
-        """Keep the shard in ``target`` from now on, 1-D with ``slice_numel`` elements, in whatever dtype that has."""
+    def move_shard(self, target: torch.Tensor, away: bool = False) -> None:
+        """Keep the shard in ``target`` from now on, 1-D with ``slice_numel`` elements, in whatever dtype that has.
+
+        Args:
+            away: ``target`` is in memory of the host, and whole values stay on the device where they are.
+        """
         target.copy_(self.shard)
         self.dtype = target.dtype
-        self.device = target.device
+        self.away = away
+        if not away:
+            self.device = target.device
         self.parameter.ds_tensor = describe_shard(target, self.slice_numel)
+
+    def await_copies(self) -> None:
+        """Before the host writes to a shard that rests on it: no copy to the device reads it any more."""
+        if self.away:
+            self.ranks.order(self.device).await_all()
 
     @torch.no_grad()
     def write(self, whole: torch.Tensor) -> None:
@@ -250,9 +268,10 @@ class ShardedParameter:
             )
         flat = whole.detach().reshape(-1)
         own = self.own_slice(flat)
+        self.await_copies()
         self.shard[: own.numel()].copy_(own)
         for full in (self.full, self.aside):
-            if full is not None and self.ranks.world_size > 1:
+            if full is not None and not self.aliased:
                 full[: self.numel].copy_(flat)
         self.written()
 
@@ -295,8 +314,8 @@ class ShardedParameter:
         self.ahead = False
 
     def _address(self, full: torch.Tensor) -> int:
-        """On one rank whole values are the shard, which lies in memory with others; elsewhere they have their own."""
-        return full.data_ptr() if self.ranks.world_size == 1 else full.untyped_storage().data_ptr()
+        """A whole value that is the shard lies in memory with others; elsewhere they have their own."""
+        return full.data_ptr() if self.aliased else full.untyped_storage().data_ptr()
 
     def _drop_address(self) -> None:
         if self.full is not None and self.numel:
@@ -354,6 +373,14 @@ def describe_shard(shard: torch.Tensor, numel: int) -> torch.Tensor:
     return shard
 
 
+def rest_shards(shards: Iterable[ShardedParameter], host: HostMemory | None) -> None:
+    """Let hidden shards rest in memory of the host; None: leave them where they are."""
+    for shard in shards:
+        if host is not None and not shard.away:
+            shard.move_shard(host.empty(shard.slice_numel, shard.dtype), away=True)
+            shard.hide()
+
+
 def shard_of(parameter: Any) -> ShardedParameter | None:
     """The state of a partitioned parameter; None for any other object."""
     return getattr(parameter, ATTRIBUTE, None)
@@ -400,15 +427,16 @@ class Gather:
 
     def _start(self) -> None:
         sources, ranks = self._sources(), self._ranks
-        if ranks.world_size == 1 and not self._secondary:
-            device = self.shards[0].device
-            self._fulls = [source if source.device == device else source.to(device) for source in sources]
+        if self.shards[0].aliased and not self._secondary:
+            self._fulls = sources
             return
         width = sum(source.numel() for source in sources)
         first = self.shards[0]
         rows = torch.empty(ranks.world_size * width, dtype=first.dtype, device=first.device)
         own = rows.narrow(0, ranks.rank * width, width)
-        torch.cat(sources, out=own) if len(sources) > 1 else own.copy_(sources[0])
+        away = first.away and not self._secondary
+        if not away:
+            torch.cat(sources, out=own) if len(sources) > 1 else own.copy_(sources[0])
         self._rows = rows
         # All memory comes from the current stream's pool: what the side stream does with it is over before ``wait``
         # returns, and only after that can it be let go of.
@@ -419,8 +447,11 @@ class Gather:
             return
         self._order.fork()
         with self._order.side():
+            if away:
+                for into, source in zip(own.split([source.numel() for source in sources]), sources):
+                    into.copy_(source, non_blocking=True)
             self._works = collectives.gather_rows(rows, ranks.rank, ranks.group, ranks.by_all_reduce)
-            if self._order.asynchronous:
+            if self._order.asynchronous or not self._works:
                 self._await()
 
     def _await(self) -> None:
@@ -483,10 +514,10 @@ def start_gathers(shards: Iterable[ShardedParameter], prefer_secondary: bool = F
         if shard.ranks.one_by_one:
             started.append(Gather([shard], secondary))
             started[-1].wait()
-        elif shard.numel >= LARGE or shard.ranks.world_size == 1:
+        elif shard.numel >= LARGE or shard.aliased:
             started.append(Gather([shard], secondary))
         else:
-            batches.setdefault((shard.ranks, shard.dtype, shard.device, secondary), []).append(shard)
+            batches.setdefault((shard.ranks, shard.dtype, shard.device, secondary, shard.away), []).append(shard)
     started += [Gather(batch, key[3]) for key, batch in batches.items()]
     return started
 

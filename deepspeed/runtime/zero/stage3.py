@@ -15,15 +15,16 @@ from deepspeed.comm.control import ControlChannel
 from deepspeed.runtime.base_optimizer import GradientNorm, forget_autocast_copies, make_records
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
-from deepspeed.runtime.gradients.layout import PerParameter, cut_groups, make_flat_groups
+from deepspeed.runtime.gradients.layout import PerParameter, make_flat_groups
 from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
-from deepspeed.runtime.zero.flat_weights import ShardWeights
+from deepspeed.runtime.zero.flat_weights import ShardWeights, WeightStaging
 from deepspeed.runtime.zero.memory_estimators import (
     estimate_zero3_model_states_mem_needs,
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from deepspeed.runtime.zero.memory_estimators import model_to_params_zero3 as model_to_params
+from deepspeed.runtime.zero.optimizer_offload import host_memory, place_groups, shard_memory, state_homes
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer, master_dtypes, refuse_unbuilt
@@ -114,8 +115,6 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
     ) -> None:
         refuse_unbuilt(
             "stage 3",
-            offload_optimizer=offload_optimizer_config is not None,
-            offload_param=offload_param_config is not None,
             zenflow=zenflow_config is not None,
             fp16_master_weights_and_grads=fp16_master_weights_and_gradients,
             elastic_checkpoint=elastic_checkpoint,
@@ -133,10 +132,13 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
             dp_process_group=group,
             zero_hpz_partition_size=zero_hpz_partition_size,
             zero_module_granularity_threshold=zero_module_granularity_threshold,
+            offload_param_config=offload_param_config,
         )
         channel = ControlChannel(group)
         record_groups, frozen = make_records(init_optimizer.param_groups, param_names)
-        flat_groups = cut_groups(make_flat_groups(record_groups), channel.world_size, max(1, sub_group_size))
+        flat_groups = place_groups(
+            make_flat_groups(record_groups), offload_optimizer_config, channel.world_size, max(1, sub_group_size)
+        )
         layout = PerParameter(flat_groups, channel.rank, channel.world_size, reduce_bucket_size, reduce_scatter)
         reducer = GradientReducer(
             layout,
@@ -153,6 +155,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
                 accum_dtype=gradient_accumulation_dtype,
                 predivide=gradient_predivide_factor,
                 prescale=not postscale_gradients,
+                host_memory=host_memory(offload_optimizer_config),
             ),
         )
         scaler = loss_scaler or CreateLossScaler(
@@ -164,7 +167,15 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         self.module = module
         self.sub_group_size = sub_group_size
         self.reduce_scatter = reduce_scatter
-        self._take_over(ShardWeights(layout, *master_dtypes(bf16_master_weights_and_gradients, bf16_optimizer_states)))
+        self._take_over(
+            ShardWeights(
+                layout,
+                *master_dtypes(bf16_master_weights_and_gradients, bf16_optimizer_states),
+                homes=state_homes(flat_groups, offload_optimizer_config),
+                staging=WeightStaging(reducer.settings.host_memory, reducer.order),
+                host=shard_memory(offload_param_config),
+            )
+        )
 
     # ------------------------------------------------------------------ the step
 
@@ -186,6 +197,14 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         reduces any more, since a backward on some ranks alone asks the others through the same channel."""
         for ranks in self.parameter_offload.gathering_ranks():
             ranks.check_order(self.reducer.channel)
+
+    @contextmanager
+    def _writing_weights(self) -> Iterator[None]:
+        for device in {shard.device: None for shard in self.weights.shards() if shard.away}:
+            for ranks in self.parameter_offload.gathering_ranks():
+                ranks.order(device).await_all()  # what was gathered ahead and not used may still be read
+        with super()._writing_weights():
+            yield
 
     def _weights_written(self) -> None:
         """Weights that stay whole are gathered again."""
@@ -211,13 +230,16 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
     def write_local_weight(self, link: ParameterLink, value: torch.Tensor) -> None:
         """Give this rank's shard of a parameter the values that its master was given. Collective."""
         shard = shard_of(link.record.parameter)
+        shard.await_copies()
         shard.shard.copy_(value)
         self.parameter_offload.weights_written([shard])
         forget_autocast_copies()
 
     def public_norm(self, norm: GradientNorm | None) -> Any:
-        """0-dim float64."""
-        return None if norm is None else norm.tensor
+        """0-dim float64; with an offloaded optimizer 0-dim float32 on the host."""
+        if norm is None or not self.reducer.rests_on_host:
+            return None if norm is None else norm.tensor
+        return torch.tensor(norm.read(), dtype=torch.float32)
 
     def destroy(self) -> None:
         """Remove hooks and free buffers and masters; the model's parameters stay partitioned."""

@@ -28,8 +28,6 @@ class Stage3Surface:
     """Read-only views named by the interface, and accessors by parameter; mixed into
     ``DeepSpeedZeroOptimizer_Stage3``."""
 
-    offload_optimizer = False
-    offload_param = False
     optimizer_swapper = None
     partition_gradients = True
 
@@ -37,6 +35,16 @@ class Stage3Surface:
     weights: Any
     parameter_offload: Any
     dp_process_group: Any
+
+    @property
+    def offload_optimizer(self) -> bool:
+        """Whether masters, optimizer state and reduced gradients, of some parameters at least, rest on the host."""
+        return self.reducer.rests_on_host
+
+    @property
+    def offload_param(self) -> bool:
+        """Whether this rank's shards of the weights rest on the host."""
+        return any(shard.away for shard in self.parameter_offload.shards)
 
     @property
     def _groups(self) -> list[FlatGroup]:
@@ -96,6 +104,7 @@ class Stage3Surface:
         """Own pieces of the reduced gradient, by sub-group, padding included; empty while nothing is reduced."""
         if not self.reducer.ledger.reduced:
             return {}
+        self.reducer.await_host_shards()
         return {
             group.index: [
                 self.reducer.shards[group.index].narrow(0, own.shard_begin, shard_of(record.parameter).slice_numel)

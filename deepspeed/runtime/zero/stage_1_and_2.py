@@ -16,13 +16,14 @@ from deepspeed.runtime.gradients import collectives
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.gradients.layout import FlatPartition, make_flat_groups, round_robin
 from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
-from deepspeed.runtime.zero.flat_weights import FlatWeights
+from deepspeed.runtime.zero.flat_weights import FlatWeights, WeightStaging
 from deepspeed.runtime.zero.memory_estimators import (  # noqa: F401 - looked for here by users
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
 )
 from deepspeed.runtime.zero.memory_estimators import model_to_params_zero2 as model_to_params  # noqa: F401
+from deepspeed.runtime.zero.optimizer_offload import active, host_memory, place_groups, state_homes
 from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer, master_dtypes, refuse_unbuilt
 from deepspeed.runtime.zero.stage_1_and_2_surface import PartitionedOptimizerSurface
 
@@ -41,6 +42,7 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
         param_names: name of each model parameter, in the model's order.
         partition_grads: reduce and free gradients in each backward (stage 2); otherwise only at the boundary (stage 1).
         schedule: the engine's accumulation schedule; made here from ``gradient_accumulation_steps`` when absent.
+        sub_group_size: with an offloaded optimizer, a flat group ends where a rank's part reaches so many elements.
         loss_scaler: made here from the arguments with that name in them when absent.
 
     The other arguments are named as in the configuration. Those of features that are not built raise
@@ -90,10 +92,10 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
         schedule: AccumulationSchedule | None = None,
         loss_scaler: LossScalerBase | None = None,
         allgather_partitions: bool = True,
+        sub_group_size: int = 1000000000,
     ) -> None:
         refuse_unbuilt(
             "stages 1 and 2",
-            offload_optimizer=offload_optimizer_config is not None,
             zenflow=zenflow_config is not None,
             moe_layers=has_moe_layers,
             fp16_master_weights_and_grads=fp16_master_weights_and_gradients,
@@ -105,6 +107,10 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
         if round_robin_gradients:
             record_groups = [round_robin(records, channel.world_size) for records in record_groups]
         flat_groups = make_flat_groups(record_groups)
+        offload = active(offload_optimizer_config)
+        if offload:
+            limit = max(1, sub_group_size)
+            flat_groups = place_groups(flat_groups, offload_optimizer_config, channel.world_size, limit)
         layout = FlatPartition(
             flat_groups,
             channel.rank,
@@ -121,7 +127,7 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
             channel,
             schedule or AccumulationSchedule(gradient_accumulation_steps),
             ReductionSettings(
-                every_backward=partition_grads,
+                every_backward=partition_grads or offload,  # else they would wait on the device
                 overlap=overlap_comm,
                 persistent_buffers=contiguous_gradients,
                 comm_dtype=communication_data_type,
@@ -129,6 +135,7 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
                 mean=gradient_average,
                 predivide=gradient_predivide_factor,
                 prescale=not postscale_gradients,
+                host_memory=host_memory(offload_optimizer_config),
             ),
         )
         scaler = loss_scaler or CreateLossScaler(
@@ -141,7 +148,14 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
         self.reduce_scatter = reduce_scatter
         self.allgather_partitions = allgather_partitions
         self.allgather_bucket_size = allgather_bucket_size
-        self._take_over(FlatWeights(layout, *master_dtypes(bf16_master_weights_and_gradients, bf16_optimizer_states)))
+        self._take_over(
+            FlatWeights(
+                layout,
+                *master_dtypes(bf16_master_weights_and_gradients, bf16_optimizer_states),
+                homes=state_homes(flat_groups, offload_optimizer_config),
+                staging=WeightStaging(reducer.settings.host_memory, reducer.order),
+            )
+        )
 
     def _gather_weights(self, index: int) -> None:
         flat = self.weights.flats[index]

@@ -12,7 +12,6 @@ from deepspeed.utils.tensor_fragment import LiveFragment, ParameterLink, fragmen
 class PartitionedOptimizerSurface:
     """Read-only views named by the interface; mixed into ``DeepSpeedZeroOptimizer``."""
 
-    cpu_offload = False
     nccl_start_alignment_factor = 2
 
     # ---------------------------------------------------- for the accessors of deepspeed.utils
@@ -35,6 +34,11 @@ class PartitionedOptimizerSurface:
             )
             mapping.link = link
         link.record.parameter._hp_mapping = mapping
+
+    @property
+    def cpu_offload(self) -> bool:
+        """Whether masters, optimizer state and reduced gradients rest on the host."""
+        return self.reducer.rests_on_host
 
     # ---------------------------------------------------- flat layout
 
@@ -87,6 +91,7 @@ class PartitionedOptimizerSurface:
     @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor] | None]:
         """Own pieces of the reduced gradient, by flat group; None while nothing is reduced."""
+        self.reducer.await_host_shards()
         result: dict[int, list[torch.Tensor] | None] = {}
         for group in self.reducer.layout.groups:
             shard = self.reducer.shards[group.index]

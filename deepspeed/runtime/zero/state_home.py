@@ -16,7 +16,6 @@ from contextlib import closing, contextmanager
 
 import torch
 
-from deepspeed.runtime.gradients.host_memory import HostMemory
 from deepspeed.runtime.gradients.layout import FlatGroup
 
 # The live tensors of a group by name, all 1-D of ``shard_numel`` elements: "master", and the entries of the inner
@@ -78,20 +77,12 @@ class StateHome(ABC):
 class MemoryHome(StateHome):
     """Device memory, or host memory: everything is resident all the time and visited at once.
 
-    Args:
-        device: of the memory.
-        host: how memory of the host is allocated; None: memory of the device.
+    Memory of the host is not pinned: masters and state do not travel.
     """
 
     always_resident = True
 
-    def __init__(self, device: torch.device, host: HostMemory | None = None) -> None:
-        super().__init__(device)
-        self.host = host
-
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if self.host is not None:
-            return self.host.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def admit(self, group: int, tensors: GroupTensors) -> None:
@@ -101,12 +92,8 @@ class MemoryHome(StateHome):
         yield list(groups)
 
 
-def homes_in_memory(groups: Sequence[FlatGroup], host: HostMemory | None = None) -> list[StateHome]:
-    """A home for each group: host memory for those that rest on the host, else the device of their weights.
-
-    Args:
-        host: how memory of the host is allocated; None: not pinned.
-    """
-    on_host = MemoryHome(torch.device("cpu"), host or HostMemory(pinned=False))
+def homes_in_memory(groups: Sequence[FlatGroup]) -> list[StateHome]:
+    """A home for each group: host memory for those that rest on the host, else the device of their weights."""
+    on_host = MemoryHome(torch.device("cpu"))
     devices = {group.device: MemoryHome(group.device) for group in groups}
     return [on_host if group.on_host else devices[group.device] for group in groups]

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From ``zero_optimization.offload_optimizer`` to which groups rest where."""
+
+from collections.abc import Sequence
+
+from deepspeed.runtime.gradients.host_memory import HostMemory
+from deepspeed.runtime.gradients.layout import FlatGroup, cut_groups, place_on_host
+from deepspeed.runtime.zero.offload_config import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+    OffloadDeviceEnum,
+)
+from deepspeed.runtime.zero.state_home import StateHome, homes_in_memory
+
+OffloadConfig = DeepSpeedZeroOffloadOptimizerConfig | DeepSpeedZeroOffloadParamConfig | None
+
+
+def active(config: OffloadConfig) -> bool:
+    """Whether the section moves anything away from the device."""
+    return config is not None and config.device != OffloadDeviceEnum.none
+
+
+def host_memory(config: OffloadConfig) -> HostMemory:
+    """How memory of the host is allocated for what the section keeps there."""
+    return HostMemory(pinned=config is not None and config.pin_memory)
+
+
+def place_groups(
+    groups: Sequence[FlatGroup], config: DeepSpeedZeroOffloadOptimizerConfig | None, world_size: int, slice_limit: int
+) -> list[FlatGroup]:
+    """Mark the groups that rest on the host, and cut groups where a rank's part reaches ``slice_limit`` elements, so
+    that one can be copied while the next is stepped.
+
+    Raises:
+        NotImplementedError: SuperOffload, or files.
+    """
+    if not active(config):
+        return cut_groups(groups, world_size, slice_limit)
+    if config.super_offload:
+        raise NotImplementedError("offload_optimizer.super_offload is not built; leave it false")
+    return cut_groups(place_on_host(groups, world_size, config.ratio), world_size, slice_limit)
+
+
+def state_homes(groups: Sequence[FlatGroup], config: DeepSpeedZeroOffloadOptimizerConfig | None) -> list[StateHome]:
+    """Where masters and state of each group rest."""
+    if config is not None and config.device == OffloadDeviceEnum.nvme:
+        raise NotImplementedError("offload_optimizer.device 'nvme' is not built yet; use 'cpu'")
+    return homes_in_memory(groups)
+
+
+def shard_memory(config: DeepSpeedZeroOffloadParamConfig | None) -> HostMemory | None:
+    """How memory for shards of weights that rest on the host is allocated; None where they rest on their device.
+
+    Raises:
+        NotImplementedError: files.
+    """
+    if not active(config):
+        return None
+    if config.device == OffloadDeviceEnum.nvme:
+        raise NotImplementedError("offload_param.device 'nvme' is not built yet; use 'cpu'")
+    return host_memory(config)
