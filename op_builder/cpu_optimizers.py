@@ -20,7 +20,7 @@ class CPUOptimizerBuilder(OpBuilder):
     def cxx_args(self) -> list[str]:
         # Contraction is off, since a product and a sum are fused where the source says so and nowhere else: results
         # are the same bits with every instruction set.
-        return ["-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall"]
+        return ["-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
 
     def extra_ldflags(self) -> list[str]:
         return ["-fopenmp"]

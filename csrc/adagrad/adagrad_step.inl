@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+// kWidth elements of an Adagrad step. The branches are the same for all elements.
+
+template <>
+inline void step(const Update& update, int64_t index) {
+    const Operand* operands = update.operands;
+    Vec param = load(operands[Update::kParam], index);
+    Vec gradient = mul(load(operands[Update::kGradient], index), set(update.grad_scale));
+    if (update.decay != 0) gradient = fma(set(update.decay), param, gradient);
+    const Vec sum = fma(gradient, gradient, load(operands[Update::kSum], index));
+    store(operands[Update::kSum], index, sum);
+    param = fma(set(update.minus_lr), div(gradient, add(sqrt(sum), set(update.eps))), param);
+    store(operands[Update::kParam], index, param);
+    store(operands[Update::kLow], index, param);
+}
