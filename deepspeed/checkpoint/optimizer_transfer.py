@@ -146,25 +146,51 @@ def _other_shapes(own: dict[str, torch.Size], saved: SavedState) -> list[str]:
 
 def _restore_partitioned(optimizer: PartitionedOptimizer, saved: SavedState) -> bool:
     complete = True
-    for group in optimizer.reducer.layout.groups:
-        parts = [saved.parameters[record.name] for record in group.records]
-        keys = sorted(set().union(*(part.keys() for part in parts)))
-        stepped, master = optimizer.weights.stepped[group.index], optimizer.weights.masters[group.index].data
-        state: dict[str, Any] = {}
-        for key in keys:
-            if key == MASTER:
-                target = master
-            else:
-                target = state[key] = torch.zeros(group.shard_numel, dtype=stepped.dtype, device=master.device)
-            for position, _, begin, end, start in group.local_ranges():
-                # A parameter that never had a gradient may have no state beside others that do.
-                if key in parts[position].keys():
-                    parts[position].fill(key, target[start : start + end - begin], begin, end)
-        complete = complete and MASTER in keys
-        for part in reversed(parts):
-            state |= _scalars(part, optimizer.param_groups[group.param_group], master.device)
-        _set_state(optimizer, stepped, state)
+    for batch in optimizer.weights.visit():
+        for index in batch:
+            complete = _restore_group(optimizer, saved, optimizer.reducer.layout.groups[index]) and complete
     return complete
+
+
+def _restore_group(optimizer: PartitionedOptimizer, saved: SavedState, group: FlatGroup) -> bool:
+    """Master and state of one flat group, which is resident."""
+    parts = [saved.parameters[record.name] for record in group.records]
+    keys = sorted(set().union(*(part.keys() for part in parts)))
+    stepped, master = optimizer.weights.stepped[group.index], optimizer.weights.masters[group.index].data
+    state: dict[str, Any] = {}
+    before = optimizer.state.get(stepped, {})
+    for key in keys:
+        if key == MASTER:
+            target = master
+        else:
+            target = _memory_for(before.get(key), group.shard_numel, stepped.dtype, master.device)
+            state[key] = target
+        _fill_flat(group, parts, key, target)
+    for part in reversed(parts):
+        state |= _scalars(part, optimizer.param_groups[group.param_group], master.device)
+    _set_state(optimizer, stepped, state)
+    return MASTER in keys
+
+
+def _memory_for(kept: Any, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor to be filled: the one that is there, since new memory costs as much as reading, if it is such a one."""
+    if isinstance(kept, torch.Tensor) and (kept.shape, kept.dtype, kept.device) == (torch.Size([numel]), dtype, device):
+        return kept
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def _fill_flat(group: FlatGroup, parts: list[SavedParameter], key: str, target: torch.Tensor) -> None:
+    """Fill this rank's shard of a flat group. Where nothing was saved, optimizer state is zero and a master stays."""
+    position = 0
+    for place, _, begin, end, start in group.local_ranges():
+        # A parameter that never had a gradient may have no state beside others that do.
+        if key in parts[place].keys():
+            if key != MASTER:
+                target[position:start].zero_()
+            position = start + end - begin
+            parts[place].fill(key, target[start:position], begin, end)
+    if key != MASTER:
+        target[position:].zero_()
 
 
 def _set_state(optimizer: ZeROOptimizer, stepped: torch.Tensor, state: dict[str, Any]) -> None:
@@ -207,15 +233,20 @@ def restore_masters(optimizer: ZeROOptimizer, saved: SavedState, strict: bool = 
     if shapes:
         raise CheckpointError(f"weights in the checkpoint have other shapes: {shapes[:5]} ({len(shapes)} in all)")
     if isinstance(optimizer, PartitionedOptimizer):
-        for group in optimizer.reducer.layout.groups:
-            master = optimizer.weights.masters[group.index].data
-            for _, record, begin, end, start in group.local_ranges():
-                if record.name in saved.parameters:
-                    saved.parameters[record.name].fill(MASTER, master[start : start + end - begin], begin, end)
+        for batch in optimizer.weights.visit():
+            for index in batch:
+                _restore_group_master(optimizer, saved, optimizer.reducer.layout.groups[index])
         return
     for record, master in optimizer.masters.items():
         if record.name in saved.parameters:
             saved.parameters[record.name].fill(MASTER, master.data.view(-1), 0, record.numel)
+
+
+def _restore_group_master(optimizer: PartitionedOptimizer, saved: SavedState, group: FlatGroup) -> None:
+    master = optimizer.weights.masters[group.index].data
+    for _, record, begin, end, start in group.local_ranges():
+        if record.name in saved.parameters:
+            saved.parameters[record.name].fill(MASTER, master[start : start + end - begin], begin, end)
 
 
 @torch.no_grad()
@@ -232,6 +263,7 @@ def fill_parameter(parameter: torch.nn.Parameter, saved: SavedParameter) -> None
     if shard is None:
         parameter.data.copy_(saved.whole(MASTER))
     elif shard.full is None and shard.aside is None:
+        shard.await_copies()
         saved.fill(MASTER, shard.shard[: shard.end - shard.begin], shard.begin, shard.end)
         shard.written()
     else:

@@ -411,6 +411,9 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         ``shards`` may be overwritten."""
         raise NotImplementedError
 
+    def require_states(self, what: str, needed: str) -> None:
+        """RuntimeError where something that ``needed`` (forward, backward, step) uses was moved away for a while."""
+
     def resident(self, link: Any, write: bool = True) -> AbstractContextManager[None]:
         """Inside, the master and the state of a parameter are in memory, to be read or (``write``) changed."""
         return nullcontext()

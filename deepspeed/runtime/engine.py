@@ -26,7 +26,7 @@ from deepspeed.runtime.engine_config import EngineConfigAccessors
 from deepspeed.runtime.engine_monitor import StepEvents
 from deepspeed.runtime.engine_surface import EngineSurface, throughput_timer
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
-from deepspeed.runtime.gradients.self_check import GradientCheck
+from deepspeed.runtime.gradients.self_check import OBSERVERS, GradientCheck
 from deepspeed.runtime.gradients.self_check_calls import CALLS
 from deepspeed.runtime.model_placement import cast_floating_inputs, partition_model, place_whole_model
 from deepspeed.runtime.python_gc import python_gc_manager
@@ -173,6 +173,8 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
             lambda: engine().micro_steps,
         )
         self._stepper.gradient_check = check
+        for observer in OBSERVERS:
+            observer.on_engine(self, check)
         check.begin_window(self.global_steps)
 
     # ------------------------------------------------------------------ forward, backward, step
@@ -186,6 +188,7 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
         if self._destroyed and self.zero_optimization_stage() == 3:
             raise RuntimeError(f"engine.forward(): {GONE}")
         if self._stepper is not None:
+            self._stepper.require_states("engine.forward()", "forward")
             self._stepper.backward_state.close_unannounced()
         if self.training:
             self._step_events.saw_inputs(args, kwargs)
@@ -211,6 +214,7 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
             AssertionError: there is no optimizer, or ``loss`` is not a scalar with a graph.
         """
         stepper = self._require_stepper("backward")
+        stepper.require_states("engine.backward()", "backward")
         _require_loss(loss, "backward")
         state = stepper.backward_state
         with self.phases.phase(phases.BACKWARD, self):
@@ -255,6 +259,7 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
             AssertionError: inside ``no_sync()`` or without an optimizer.
         """
         stepper = self._require_stepper("step")
+        stepper.require_states("engine.step()", "step")
         if self.schedule.deferred_by:
             raise AssertionError(
                 f"engine.step() inside {self.schedule.deferred_by}: the gradients are not reduced there"

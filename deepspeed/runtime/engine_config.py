@@ -123,8 +123,6 @@ _SAME_NAME_IN_ZERO = (
 # Public methods of the interface and the feature each belongs to.
 _UNBUILT: dict[str, str] = {
     "load_moe_state_dict": "mixture-of-experts checkpoints",
-    "offload_states": "offload",
-    "reload_states": "offload",
     "swap_tensor_config": "NVMe offload",
     "zenflow_config": "ZenFlow",
     "empty_partition_cache": "ZeRO-3",

@@ -5,7 +5,7 @@ import gc
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.optimizer_factory import accumulation_dtype
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer
 from deepspeed.runtime.zero.whole_state import load_whole_weights, whole_state_dict
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist
@@ -55,6 +57,37 @@ class EngineSurface:
     collate_fn: Callable[[list[Any]], Any] | None
     timers: Any
     tput_timer: ThroughputTimer
+
+    # ------------------------------------------------------------------ states on the host for a while
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move what the engine holds on the device to the host. Until ``reload_states``, what needs it raises.
+
+        Args:
+            include: optimizer state, masters, weights, gradients, communication buffers; None: all.
+            pin_memory: into page-locked memory, which is kept for the next time.
+            non_blocking: do not wait for the copies; the device must be synchronised before the host reads them.
+
+        Raises:
+            AttributeError: stage 0, or an engine without optimizer.
+            ValueError: another device than "cpu".
+        """
+        self._zero_optimizer("offload_states").offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what ``offload_states`` moved."""
+        self._zero_optimizer("reload_states").reload_states(non_blocking)
+
+    def _zero_optimizer(self, what: str) -> Any:
+        if not isinstance(self._stepper, PartitionedOptimizer):
+            raise AttributeError(f"engine.{what}() needs the optimizer of ZeRO stage 1, 2 or 3")
+        return self._stepper
 
     # ------------------------------------------------------------------ facts about the last step
 

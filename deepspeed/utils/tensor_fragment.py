@@ -79,9 +79,30 @@ def _alike(value: Any, flat: torch.Tensor) -> bool:
 
 
 class LiveFragment(tensor_fragment):
-    """Shows the optimizer's state as it is when asked."""
+    """Shows weights, masters and the optimizer's state where they are when asked: states may be moved."""
 
     link: "ParameterLink"
+
+    @property
+    def lp_fragment(self) -> torch.Tensor:
+        """This rank's part of the parameter's weights: 1-D."""
+        link = self.link
+        return link.record.parameter.data.view(-1).narrow(0, link.begin, link.end - link.begin)
+
+    @lp_fragment.setter
+    def lp_fragment(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            raise AttributeError("this fragment shows the model's own weights; write to them")
+
+    @property
+    def hp_fragment(self) -> torch.Tensor:
+        """This rank's part of the parameter's master: 1-D."""
+        return self.link.optimizer.own_master(self.link)
+
+    @hp_fragment.setter
+    def hp_fragment(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            raise AttributeError("this fragment shows the optimizer's own master; use safe_set_full_fp32_param")
 
     @property
     def optim_fragment(self) -> dict[str, Any] | None:
@@ -240,7 +261,10 @@ def safe_update_full_grad_vectorized(
 def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
     """fp32 master weight in the parameter's shape, on every rank; None for a frozen parameter. Collective."""
     link = _link_of(param)
-    return None if link is None else link.gather(link.optimizer.own_master(link))
+    if link is None:
+        return None
+    with link.optimizer.resident(link, write=False):
+        return link.gather(link.optimizer.own_master(link))
 
 
 @torch.no_grad()
@@ -251,7 +275,8 @@ def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> 
         value: the same on every rank, in the parameter's shape.
     """
     link = _require_link(param)
-    link.scatter(value, link.optimizer.own_master(link))
+    with link.optimizer.resident(link):
+        link.scatter(value, link.optimizer.own_master(link))
     link.optimizer.write_weight(link, value)
 
 
@@ -266,15 +291,17 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
     link = _link_of(param)
     if link is None:
         return None
-    state = _state_entry(link, optim_state_key)
-    return state.clone() if state.dim() == 0 else link.gather(link.optimizer.own_state(link, state))
+    with link.optimizer.resident(link, write=False):
+        state = _state_entry(link, optim_state_key)
+        return state.clone() if state.dim() == 0 else link.gather(link.optimizer.own_state(link, state))
 
 
 @torch.no_grad()
 def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Replace an entry of the optimizer's state. Collective."""
     link = _require_link(param)
-    link.scatter(value, link.optimizer.own_state(link, _state_entry(link, optim_state_key)))
+    with link.optimizer.resident(link):
+        link.scatter(value, link.optimizer.own_state(link, _state_entry(link, optim_state_key)))
 
 
 def _require_link(param: torch.nn.Parameter) -> ParameterLink:
@@ -387,14 +414,16 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
 def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor:
     """This rank's partition of the fp32 master: 1-D, padded."""
     link = _require_partitioned(param, "safe_get_local_fp32_param")
-    return link.optimizer.own_padded(link, link.optimizer.master_of(link)).clone()
+    with link.optimizer.resident(link, write=False):
+        return link.optimizer.own_padded(link, link.optimizer.master_of(link)).clone()
 
 
 @torch.no_grad()
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Replace this rank's partition of the master; the model's weight follows at once. Collective."""
     link = _require_partitioned(param, "safe_set_local_fp32_param")
-    _write_local(link, link.optimizer.own_padded(link, link.optimizer.master_of(link)), value)
+    with link.optimizer.resident(link):
+        _write_local(link, link.optimizer.own_padded(link, link.optimizer.master_of(link)), value)
     link.optimizer.write_local_weight(link, value)
 
 
@@ -402,13 +431,15 @@ def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: s
     """This rank's partition of an entry of the optimizer's state: 1-D, padded; entries without dimensions as they
     are."""
     link = _require_partitioned(param, "safe_get_local_optimizer_state")
-    state = _state_entry(link, optim_state_key)
-    return (state if state.dim() == 0 else link.optimizer.own_padded(link, state)).clone()
+    with link.optimizer.resident(link, write=False):
+        state = _state_entry(link, optim_state_key)
+        return (state if state.dim() == 0 else link.optimizer.own_padded(link, state)).clone()
 
 
 @torch.no_grad()
 def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Replace this rank's partition of an entry of the optimizer's state."""
     link = _require_partitioned(param, "safe_set_local_optimizer_state")
-    state = _state_entry(link, optim_state_key)
-    _write_local(link, state if state.dim() == 0 else link.optimizer.own_padded(link, state), value)
+    with link.optimizer.resident(link):
+        state = _state_entry(link, optim_state_key)
+        _write_local(link, state if state.dim() == 0 else link.optimizer.own_padded(link, state), value)

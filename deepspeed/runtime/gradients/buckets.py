@@ -26,15 +26,12 @@ class BufferPool:
     """Communication buffers by dtype and device: two, so that one is filled while the other is reduced, or one.
 
     Args:
-        persistent: keep the buffers between uses (``contiguous_gradients``); otherwise each use allocates and frees
-            its own.
         slots: buffers that take turns.
     """
 
     SLOTS = 2
 
-    def __init__(self, persistent: bool, slots: int = SLOTS) -> None:
-        self.persistent = persistent
+    def __init__(self, slots: int = SLOTS) -> None:
         self.slots = slots
         self._sizes: dict[tuple[torch.dtype, torch.device], int] = {}
         self._buffers: dict[tuple[torch.dtype, torch.device, int], CommBuffer] = {}
@@ -51,13 +48,13 @@ class BufferPool:
             buffer = self._buffers[key] = CommBuffer(self._sizes[dtype, device], dtype, device)
         return buffer
 
-    def release(self) -> None:
-        """Between rounds: free the buffers unless they are persistent."""
-        if not self.persistent:
-            self._buffers.clear()
-
     def clear(self) -> None:
+        """Free the buffers; the next use allocates anew."""
         self._buffers.clear()
+
+    def buffers(self) -> list[CommBuffer]:
+        """Those that are held now."""
+        return list(self._buffers.values())
 
     @property
     def nbytes(self) -> int:

@@ -107,7 +107,7 @@ class GradientReducer:
         # Where results leave for the host, a second buffer would only let more gradients wait on the device.
         self.rests_on_host = any(group.on_host for group in layout.groups)
         self.landing = HostLanding(self.device)
-        self.pool = BufferPool(settings.persistent_buffers, slots=1 if self.rests_on_host else BufferPool.SLOTS)
+        self.pool = BufferPool(1 if self.rests_on_host else BufferPool.SLOTS)
         self.buckets = self._make_buckets()
         self._buckets_of: list[list[Bucket]] = [[] for _ in ledger.records]
         for bucket in self.buckets:
@@ -267,10 +267,14 @@ class GradientReducer:
         self._next = 0
         self.ledger.reduced = True
         if not self.settings.persistent_buffers:
-            self.order.join()  # the memory returns to the current stream, and the side stream may still read it
-            self.pool.release()
-            for bucket in self.buckets:
-                bucket.forget_views()
+            self.free_buffers()
+
+    def free_buffers(self) -> None:
+        """Between rounds: let go of the communication buffers."""
+        self.order.join()  # the memory returns to the current stream, and the side stream may still read it
+        self.pool.clear()
+        for bucket in self.buckets:
+            bucket.forget_views()
 
     def _send(self, bucket: Bucket) -> None:
         plan = bucket.plan

@@ -197,6 +197,10 @@ class MasterWeights:
         with self.sending(index, target):
             yield
 
+    def replace_flat(self, index: int, flat: torch.Tensor) -> None:
+        """Let the weights of a group be views of ``flat``, of the same values."""
+        raise NotImplementedError
+
     @torch.no_grad()
     def read_own_slices(self) -> None:
         """Weights to masters."""
@@ -222,6 +226,12 @@ class FlatWeights(MasterWeights):
             view.copy_(record.parameter.data)
             record.parameter.data = view
         return flat
+
+    def replace_flat(self, index: int, flat: torch.Tensor) -> None:
+        group = self.layout.groups[index]
+        self.flats[index] = flat
+        for record, offset in zip(group.records, group.offsets):
+            record.parameter.data = flat.narrow(0, offset, record.numel).view(record.shape)
 
     def own_slice(self, index: int) -> torch.Tensor:
         group = self.layout.groups[index]
@@ -249,6 +259,13 @@ class ShardWeights(MasterWeights):
             shard = shard_of(record.parameter)
             shard.move_shard(flat.narrow(0, own.shard_begin, shard.slice_numel), away=self._host is not None)
         return flat
+
+    def replace_flat(self, index: int, flat: torch.Tensor) -> None:
+        group = self.layout.groups[index]
+        self.flats[index] = flat
+        for record, own in zip(group.records, group.own):
+            shard = shard_of(record.parameter)
+            shard.replace_shard(flat.narrow(0, own.shard_begin, shard.slice_numel))
 
     def _goes_through_staging(self, index: int) -> bool:
         return self._host is None and super()._goes_through_staging(index)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ZeRO stages 1, 2 and 3 share: the inner optimizer steps on this rank's flat fp32 masters."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -11,6 +12,16 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.gradients.arithmetic import scale_each
 from deepspeed.runtime.parameter_handover import replace_parameters
 from deepspeed.runtime.zero.flat_weights import MasterWeights
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.runtime.zero.offload_states import (
+    HostCopies,
+    Kind,
+    Movable,
+    check_target,
+    kinds_of,
+    movable_data,
+    refuse_while_away,
+)
 from deepspeed.utils.tensor_fragment import ParameterLink, link_parameters, unlink_parameters
 
 
@@ -22,6 +33,7 @@ class PartitionedOptimizer(ZeROOptimizer):
     def _take_over(self, weights: MasterWeights) -> None:
         """Step on ``weights`` from now on."""
         self.weights = weights
+        self._on_host = HostCopies()
         link_parameters(self)
         groups = self.reducer.layout.groups
         for group in groups:
@@ -130,6 +142,7 @@ class PartitionedOptimizer(ZeROOptimizer):
     @torch.no_grad()
     def update_lp_params(self) -> None:
         """Round this rank's master weights into the model's weights, and bring everyone's up to date. Collective."""
+        self.require_states("update_lp_params", "step")
         with self._writing_weights():
             for batch in self.weights.visit(write=False):
                 for index in batch:
@@ -171,9 +184,74 @@ class PartitionedOptimizer(ZeROOptimizer):
         unlink_parameters(self)
         self.weights.release()
 
+    # ------------------------------------------------------------------ on the host for a while
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """As ``engine.offload_states``."""
+        check_target(device)
+        kinds = kinds_of(include)
+        self.backward_state.close_unannounced()
+        self.reducer.order.join()
+        if Kind.lp_params in kinds:
+            self.let_go_of_whole_weights()
+        for kind in kinds:
+            if kind is Kind.contiguous_grad_buffer:
+                self.reducer.free_buffers()  # nothing rests in them
+            else:
+                self._on_host.offload(kind, self.movable_states(kind), pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """As ``engine.reload_states``."""
+        for kind in list(self._on_host.away):
+            self._on_host.reload(kind, non_blocking)
+
+    def settle_gradients(self) -> None:
+        self.require_states("gradients", "backward")
+        super().settle_gradients()
+
+    def require_states(self, what: str, needed: str) -> None:
+        """RuntimeError where ``needed`` (forward, backward, step) cannot do without something that is on the host."""
+        if self._on_host.away:
+            refuse_while_away(self._on_host.away, what, needed)
+
+    def movable_states(self, kind: OffloadStateTypeEnum) -> list[Movable]:
+        """The tensors of a kind that rest on the device, or did before they were moved."""
+        weights, reducer = self.weights, self.reducer
+        indices = [group.index for group in reducer.layout.groups if not group.on_host]
+        if kind is Kind.optim_states:
+            steps = [weights.stepped[index] for index in indices]
+            values = [value for stepped in steps for value in weights.state_of(stepped).values()]
+            return [movable_data(value) for value in values if isinstance(value, torch.Tensor) and value.dim()]
+        if kind is Kind.hp_params:
+            return [movable_data(weights.masters[index]) for index in indices]
+        if kind is Kind.lp_grads:
+            local = [bucket.local for bucket in reducer.buckets if bucket.local is not None]
+            shards = [shard for index in indices if (shard := reducer.shards[index]) is not None]
+            return [movable_data(tensor) for tensor in (*shards, *local)]
+        if kind is Kind.lp_params:
+            return self._movable_weights()
+        return [movable_data(buffer.data) for buffer in reducer.pool.buffers()]
+
+    def _movable_weights(self) -> list[Movable]:
+        weights = self.weights
+        return [
+            Movable(functools.partial(weights.flats.__getitem__, index), functools.partial(weights.replace_flat, index))
+            for index in range(len(weights.flats))
+        ]
+
+    def let_go_of_whole_weights(self) -> None:
+        """Before weights are moved: what was gathered of them."""
+
     # ------------------------------------------------------------------ for the accessors of deepspeed.utils
 
     def resident(self, link: ParameterLink, write: bool = True) -> AbstractContextManager[None]:
+        self.require_states(f"parameter {link.record.name!r}", "forward")
         return self.weights.resident(link.group.index, write)
 
     def own_master(self, link: ParameterLink) -> torch.Tensor:

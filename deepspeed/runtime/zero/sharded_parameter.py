@@ -250,6 +250,10 @@ class ShardedParameter:
             self.device = target.device
         self.parameter.ds_tensor = describe_shard(target, self.slice_numel)
 
+    def replace_shard(self, target: torch.Tensor) -> None:
+        """Keep the shard in ``target``, which has its values, for a while: nothing must be gathered from there."""
+        self.parameter.ds_tensor = describe_shard(target, self.slice_numel)
+
     def await_copies(self) -> None:
         """Before the host writes to a shard that rests on it: no copy to the device reads it any more."""
         if self.away:

@@ -4,6 +4,7 @@
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,11 +25,12 @@ from deepspeed.runtime.zero.memory_estimators import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from deepspeed.runtime.zero.memory_estimators import model_to_params_zero3 as model_to_params
+from deepspeed.runtime.zero.offload_states import Movable
 from deepspeed.runtime.zero.optimizer_offload import host_memory, place_groups, shard_memory, state_homes
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer, master_dtypes, refuse_unbuilt
-from deepspeed.runtime.zero.sharded_parameter import shard_of
+from deepspeed.runtime.zero.sharded_parameter import ShardedParameter, shard_of
 from deepspeed.runtime.zero.stage3_surface import Stage3Surface
 from deepspeed.utils.tensor_fragment import ParameterLink
 
@@ -222,6 +224,15 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
             changed = (now != before).to(master.device)
             master.copy_(torch.where(changed, now.to(master), master))
 
+    def let_go_of_whole_weights(self) -> None:
+        self.parameter_offload.partition_all_parameters()
+
+    def _movable_weights(self) -> list[Movable]:
+        trained = set(self.weights.shards())
+        frozen = [shard for shard in self.parameter_offload.shards if shard not in trained and not shard.away]
+        own = [] if self.offload_param else super()._movable_weights()
+        return own + [Movable(functools.partial(_shard_tensor, shard), shard.replace_shard) for shard in frozen]
+
     def write_weight(self, link: ParameterLink, value: torch.Tensor) -> None:
         shard_of(link.record.parameter).write(value)
         forget_autocast_copies()
@@ -245,6 +256,10 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         """Remove hooks and free buffers and masters; the model's parameters stay partitioned."""
         super().destroy()
         self.parameter_offload.destroy()
+
+
+def _shard_tensor(shard: ShardedParameter) -> torch.Tensor:
+    return shard.shard
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from deepspeed.runtime.zero.memory_estimators import (  # noqa: F401 - looked fo
     estimate_zero2_model_states_mem_needs_all_live,
 )
 from deepspeed.runtime.zero.memory_estimators import model_to_params_zero2 as model_to_params  # noqa: F401
+from deepspeed.runtime.zero.offload_states import Movable, movable_data
 from deepspeed.runtime.zero.optimizer_offload import active, host_memory, place_groups, state_homes
 from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer, master_dtypes, refuse_unbuilt
 from deepspeed.runtime.zero.stage_1_and_2_surface import PartitionedOptimizerSurface
@@ -165,6 +166,11 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
             )
         else:
             collectives.broadcast_slices(flat, self.dp_process_group)
+
+    def _movable_weights(self) -> list[Movable]:
+        trained = {record.parameter for record in self.reducer.ledger.records}
+        frozen = [parameter for parameter in self.param_names if parameter not in trained]
+        return super()._movable_weights() + [movable_data(parameter) for parameter in frozen]
 
     def _weights_written(self) -> None:
         for record in self.reducer.ledger.records:

@@ -21,15 +21,14 @@ class PartitionedOptimizerSurface:
         numel = link.end - link.begin
         mapping = None
         if numel:
-            parameter = link.record.parameter
             mapping = LiveFragment(
-                lp_fragment=parameter.data.view(-1).narrow(0, link.begin, numel),
+                lp_fragment=None,  # shown live, through the link
                 lp_fragment_address=fragment_address(numel, link.begin),
-                hp_fragment=self.own_master(link),
+                hp_fragment=None,
                 hp_fragment_address=fragment_address(numel, link.shard_begin),
                 gradient_dict={},
                 offload_gradient_dict={},
-                use_offload=False,
+                use_offload=link.group.on_host,
                 param_group_index=link.group.param_group,
             )
             mapping.link = link
