@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What FusedAdam, FusedLion and FusedLamb share: from parameter groups to updates that one launch can do."""
+
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from deepspeed.ops.fused_kernels import StepNumbers, TensorUpdate, kernels_can_run, load_kernels
+from deepspeed.utils.logging import log_dist_once
+
+STEP = "step"
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer that updates all its tensors in few launches.
+
+    On CUDA the kernels of ``BUILDER`` run; on other devices, for other dtypes, and where the kernels cannot be
+    compiled, the torch implementation. State is named as in torch: ``step`` (0-dim fp32) and moments in the
+    parameter's dtype.
+
+    A parameter group may say ``capturable: True``: the step count and a learning rate that is a tensor then stay on the
+    device, and ``step`` may be captured in a CUDA graph.
+    """
+
+    BUILDER = ""  # class name in deepspeed.ops.op_builder
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], set_grad_none: bool = True) -> None:
+        super().__init__(params, defaults)
+        self.set_grad_none = set_grad_none
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+            unknown = [key for key in ("maximize", "differentiable") if group.get(key)]
+            if unknown:
+                raise ValueError(
+                    f"{type(self).__name__} has no {' and no '.join(unknown)}, which a parameter group asks for"
+                )
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As in torch; without an argument as ``set_grad_none`` of the constructor says."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    # ------------------------------------------------------------------ the step
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            updates = [
+                self._prepare(parameter, parameter.grad, self.state[parameter], group)
+                for parameter in group["params"]
+                if parameter.grad is not None
+            ]
+            if updates:
+                self._advance(updates)
+                self._update(updates, group, 1.0)
+        return loss
+
+    @torch.no_grad()
+    def step_flat(
+        self,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        low_precision: torch.Tensor | None = None,
+        grad_scale: float | torch.Tensor = 1.0,
+    ) -> None:
+        """One step of one flat tensor, in one pass: scale the gradient, update, write the low-precision weights.
+
+        Args:
+            master: 1-D, updated in place.
+            gradient: of the same size; fp32, bf16 or fp16. Left as it is.
+            state: the optimizer's state of ``master``; filled in the first step.
+            group: the parameter group that says learning rate and so on.
+            low_precision: of the same size; receives the new values, rounded.
+            grad_scale: by which the gradient is multiplied, such as a clipping factor: a number, or a 0-dim tensor on
+                the device that the host does not wait for.
+        """
+        update = self._prepare(master, gradient, state, group, low_precision)
+        self._advance([update])
+        self._update([update], group, grad_scale)
+
+    def _prepare(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        low: torch.Tensor | None = None,
+    ) -> TensorUpdate:
+        """Check the tensors, and make the state that is missing."""
+        name = type(self).__name__
+        if grad.is_sparse:
+            raise RuntimeError(f"{name} does not take sparse gradients; use torch.optim.SparseAdam for this parameter")
+        if not param.is_floating_point():
+            raise RuntimeError(f"{name} updates real floating-point parameters, not {param.dtype}")
+        if grad.numel() != param.numel() or (low is not None and low.numel() != param.numel()):
+            raise ValueError(
+                f"{name}: sizes differ: {param.numel()} elements of parameter, {grad.numel()} of gradient"
+                + ("" if low is None else f", {low.numel()} of low-precision weights")
+            )
+        if STEP not in state:
+            state[STEP] = torch.zeros((), dtype=torch.float32)
+        elif not isinstance(state[STEP], torch.Tensor):  # of an optimizer that counts in a number
+            state[STEP] = torch.tensor(float(state[STEP]))
+        for key in self._state_names(group):
+            if key not in state:
+                state[key] = torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False)
+        wanted = param.device if group["capturable"] else torch.device("cpu")
+        if state[STEP].device != wanted:
+            state[STEP] = state[STEP].to(wanted)
+        return TensorUpdate(param, grad, [state[key] for key in self._state_names(group)], state[STEP], low)
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Names of the entries that have the parameter's size, in the order of the kernel."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _advance(updates: Sequence[TensorUpdate]) -> None:
+        """Count the step."""
+        for update in updates:
+            update.step.add_(1)
+
+    def _update(self, updates: list[TensorUpdate], group: dict[str, Any], grad_scale: float | torch.Tensor) -> None:
+        """Update tensors of one group."""
+        numbers = self._numbers(group, grad_scale)
+        for alike in _alike(updates, group["capturable"]):
+            kernels = self._kernels_for(alike[0])
+            if kernels is None:
+                for update in alike:
+                    self._run_torch(update, numbers, group)
+            else:
+                with torch.cuda.device(alike[0].param.device):
+                    self._run_kernels(kernels, alike, numbers, group)
+
+    def _kernels_for(self, update: TensorUpdate) -> ModuleType | None:
+        if not kernels_can_run(update):
+            kind = f"{update.param.dtype} parameters on {update.param.device.type}"
+            log_dist_once(f"{type(self).__name__}: the torch implementation updates {kind}", ranks=[0])
+            return None
+        return load_kernels(self.BUILDER)
+
+    def _numbers(self, group: dict[str, Any], grad_scale: float | torch.Tensor) -> StepNumbers:
+        capturable = group["capturable"]
+        return StepNumbers(
+            lr=group["lr"] if capturable else float(group["lr"]),
+            betas=tuple(group["betas"]),
+            eps=group.get("eps", 0.0),
+            weight_decay=group["weight_decay"],
+            bias_correction=bool(group.get("bias_correction", True)),
+            grad_scale=grad_scale,
+        )
+
+    def _run_torch(self, update: TensorUpdate, numbers: StepNumbers, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _run_kernels(
+        self, kernels: ModuleType, updates: list[TensorUpdate], numbers: StepNumbers, group: dict[str, Any]
+    ) -> None:
+        raise NotImplementedError
+
+
+def _alike(updates: Iterable[TensorUpdate], capturable: bool) -> list[list[TensorUpdate]]:
+    """Updates that one launch can do: of one device, with the same dtypes and the same step, kernels or not."""
+    result: dict[Any, list[TensorUpdate]] = {}
+    for update in updates:
+        step = None if capturable or update.step is None else float(update.step)
+        result.setdefault((update.param.device, update.types, step, kernels_can_run(update)), []).append(update)
+    return list(result.values())
+
+
+def refuse_arguments(name: str, **arguments: Any) -> None:
+    """RuntimeError for arguments of ``step`` that belong to a use this package has no part in."""
+    given = [key for key, value in arguments.items() if value is not None]
+    if given:
+        raise RuntimeError(
+            f"{name}.step() does not take {', '.join(given)}: gradients are those in .grad, already unscaled. Call"
+            " step() without arguments; the engine scales and clips"
+        )
+
+
+def check_numbers(name: str, **numbers: float | torch.Tensor) -> None:
+    """ValueError for a number that is negative."""
+    for key, value in numbers.items():
+        if not isinstance(value, torch.Tensor) and not value >= 0:
+            raise ValueError(f"{name}: {key} must not be negative, got {value}")
+
+
+def check_betas(name: str, betas: Sequence[float]) -> None:
+    """ValueError unless two numbers in [0, 1)."""
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"{name}: betas must be two numbers in [0, 1), got {betas}")
