@@ -55,14 +55,16 @@ def _writable(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in host memory whose storage holds nothing else: files hold storages, not views."""
     if tensor.layout != torch.strided:
         return tensor.cpu()
-    alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and alone:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return tensor.to("cpu", copy=True).contiguous()
+    if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
         return tensor
-    return tensor.to("cpu", copy=True).contiguous()
+    # The same memory under a storage of its own, which numpy makes and torch.save does not look behind.
+    return torch.from_numpy(tensor.reshape(-1).view(torch.uint8).numpy()).view(tensor.dtype).view(tensor.shape)
 
 
 def writable_state(value: Any) -> Any:
-    """``value`` as it can be written at once; tensors are copied only where a file would hold more than they show."""
+    """``value`` as it can be written at once: what is on a device or not contiguous is copied, the rest is as it is."""
     return map_state(value, _writable)
 
 

@@ -14,15 +14,16 @@ import os
 import pathlib
 import pickle
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 
+from deepspeed.checkpoint.block_stream import Blocks, BlockStream
 from deepspeed.checkpoint.files import MANIFEST
+from deepspeed.checkpoint.record_sums import CHUNK, PendingSum, crew_of_sums
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
@@ -35,7 +36,7 @@ _DATA_CLASSES = [
     argparse.Namespace, collections.defaultdict, collections.deque, set, frozenset, slice, complex, pathlib.PosixPath,
     pathlib.PurePosixPath, datetime.datetime, datetime.date, datetime.timedelta, datetime.timezone,
 ]  # fmt: skip
-_MAX_READERS = 8
+_CHUNKS_AHEAD = 4
 _PICKLE = b"\x80\x02\x8a\n"  # protocol 2, then a long number: the mark of torch's format before zip
 
 
@@ -67,11 +68,11 @@ def sync_folder(folder: str) -> None:
         os.close(handle)
 
 
-def _open(path: str) -> Any:
-    return open(path, "wb")
+def _open(path: str) -> BlockStream:
+    return BlockStream(path, Blocks())
 
 
-def write_tensors(path: str, content: Any, open_stream: Callable[[str], Any] = _open, keep: bool = True) -> int:
+def write_tensors(path: str, content: Any, open_stream: Callable[[str], BlockStream] = _open, keep: bool = True) -> int:
     """``torch.save`` that replaces ``path`` at once, when everything is on the disk; the size in bytes.
 
     Args:
@@ -80,7 +81,7 @@ def write_tensors(path: str, content: Any, open_stream: Callable[[str], Any] = _
     """
     part = path + PART
     with open_stream(part) as stream:
-        torch.save(content, stream)
+        stream.save(content)
         stream.flush()
         if keep:
             os.fsync(stream.fileno())
@@ -160,7 +161,7 @@ def needs_trust(content: Any) -> set[str]:
 
 
 def wrong_sums(path: str) -> list[str]:
-    """What does not match the checksums in a file of ``torch.save``, one thread per large tensor; empty if all does."""
+    """What does not match the checksums in a file of ``torch.save``; empty if all does. Several threads compute them."""
     if _is_of_old_format(path):
         return []  # there are none
     try:
@@ -169,29 +170,41 @@ def wrong_sums(path: str) -> list[str]:
             zipfile.ZipFile(stream) as archive,
             mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
             memoryview(mapped) as view,
-            ThreadPoolExecutor(min(_MAX_READERS, os.cpu_count() or 1)) as pool,
         ):
-            records = archive.infolist()
-            wrong = [
-                record.filename
-                for record, sum_there in zip(records, pool.map(_sum_of(view), records))
-                if record.CRC not in (0, sum_there)  # 0: written without, by torch.serialization.set_crc32_options
-            ]
+            wrong = _wrong_records(view, mapped, archive.infolist())
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         return [f"{os.path.basename(path)} is damaged ({error})"]
     return [f"{os.path.basename(path)}: contents of {wrong[:3]} do not match their checksums"] if wrong else []
 
 
-def _sum_of(file: memoryview) -> "Callable[[zipfile.ZipInfo], int]":
-    def compute(record: zipfile.ZipInfo) -> int:
-        # A record lies behind a header of 30 bytes, its name and an extra field of its own length.
-        lengths = file[record.header_offset + 26 : record.header_offset + 30]
-        name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
-        begin = record.header_offset + 30 + name + extra
-        with file[begin : begin + record.file_size] as content:
-            return zlib.crc32(content)
+def _wrong_records(file: memoryview, mapped: mmap.mmap, records: list[zipfile.ZipInfo]) -> list[str]:
+    crew = crew_of_sums()
+    try:
+        sums = []
+        for record in records:
+            if record.CRC:  # 0: written without, by torch.serialization.set_crc32_options
+                begin, end = _place_of(file, record)
+                pending = PendingSum(crew)
+                pending.add(file[begin:end], partial(_read_ahead, mapped, begin))
+                sums.append((record, pending))
+        return [record.filename for record, pending in sums if pending.value() != record.CRC]
+    finally:
+        crew.close()
 
-    return compute
+
+def _read_ahead(mapped: mmap.mmap, begin: int, start: int) -> None:
+    """Let the system read what will be needed some chunks later than ``start`` bytes behind ``begin``."""
+    place = (begin + start + _CHUNKS_AHEAD * CHUNK) // mmap.PAGESIZE * mmap.PAGESIZE
+    if place < len(mapped) and hasattr(mmap, "MADV_WILLNEED"):
+        mapped.madvise(mmap.MADV_WILLNEED, place, min(CHUNK, len(mapped) - place))
+
+
+def _place_of(file: memoryview, record: zipfile.ZipInfo) -> tuple[int, int]:
+    """First and last byte of the contents of a record, which lie behind a header of 30 bytes, its name and an extra
+    field of its own length."""
+    lengths = file[record.header_offset + 26 : record.header_offset + 30]
+    begin = record.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+    return begin, begin + record.file_size
 
 
 def write_manifest(folder: str, sizes: dict[str, int]) -> None:

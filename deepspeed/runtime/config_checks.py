@@ -307,11 +307,6 @@ _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
         "one file written by several ranks",
         lambda c: (c.checkpoint_config["writer"] or {}).get("data_parallel") is not None,
     ),
-    (
-        "checkpoint.writer.io_multiplier",
-        "several streams to one file",
-        lambda c: (c.checkpoint_config["writer"] or {}).get("io_multiplier", 1) != 1,
-    ),
 ]
 
 

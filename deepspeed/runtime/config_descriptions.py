@@ -163,11 +163,11 @@ DESCRIPTIONS: dict[str, str] = {
     "checkpoint.writer": "How files are written; absent or null: `torch.save`.",
     "checkpoint.writer.type": "Implementation.",
     "checkpoint.writer.io_buffer_size": "Bytes of the write buffer.",
-    "checkpoint.writer.io_buffer_double": "Two buffers that take turns.",
+    "checkpoint.writer.io_buffer_double": "Fill a buffer while others are written.",
     "checkpoint.writer.show_statistics": "Print the speed.",
     "checkpoint.writer.data_parallel": "Unit over which writing is spread.",
     "checkpoint.writer.decoupled": "Write while training goes on.",
-    "checkpoint.writer.io_multiplier": "Writers per unit.",
+    "checkpoint.writer.io_multiplier": "Buffers under way to the disk at once.",
     # Diagnostics
     "comms_logger.enabled": "Record collectives: count, bytes, time.",
     "comms_logger.prof_all": "All collectives; false: those in `prof_ops`.",

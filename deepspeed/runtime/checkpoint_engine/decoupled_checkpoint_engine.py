@@ -85,3 +85,4 @@ class DecoupledCheckpointEngine(CheckpointEngine):
     def cleanup(self) -> None:
         self._join()
         self._buffers = HostBuffers()
+        self._writer.cleanup()

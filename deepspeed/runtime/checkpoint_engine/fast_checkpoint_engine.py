@@ -45,5 +45,8 @@ class FastCheckpointEngine(CheckpointEngine):
     def commit(self, info: CheckpointCommitInfo) -> bool:
         return True
 
+    def cleanup(self) -> None:
+        self._writers.release_writer()
+
     def writes_files(self) -> bool:
         return not self._mock

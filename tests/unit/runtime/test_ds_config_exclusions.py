@@ -78,6 +78,12 @@ REFUSED = [
             "zero_optimization": zero(1, compute_grad_norm=False),
         },
     ),
+    (ValueError, "offload_optimizer.*stage 0", {"zero_optimization": zero(0, offload_optimizer={"device": "cpu"})}),
+    (ValueError, "offload_optimizer.*stage 0", {"zero_optimization": zero(0, cpu_offload=True)}),
+    *(
+        (ValueError, f"offload_param.*stage {s}", {"zero_optimization": zero(s, offload_param={"device": "cpu"})})
+        for s in (0, 1, 2)
+    ),
     *((ValidationError, "ratio", {"zero_optimization": zero(s, offload_optimizer={"ratio": 0.5})}) for s in (0, 1, 2)),
     *((ValidationError, "ratio", {"zero_optimization": zero(3, offload_optimizer={"ratio": r})}) for r in (-0.1, 1.1)),
     *(
@@ -126,6 +132,9 @@ ACCEPTED = [
         "zero_optimization": zero(2, compute_grad_norm=False),
     },
     {"zero_optimization": zero(3, offload_optimizer={"ratio": 0.5})},
+    *({"zero_optimization": zero(s, offload_optimizer={"device": "cpu"})} for s in (1, 2, 3)),
+    {"zero_optimization": zero(3, offload_param={"device": "cpu"})},
+    {"zero_optimization": zero(0, offload_optimizer={"device": "none"}, offload_param={"device": "none"})},
     {"zero_optimization": zero(3, offload_param={"device": "nvme", "nvme_path": "/tmp"})},
     {"managed_gradient_accumulation": False, "zero_optimization": zero(1)},
     {"managed_gradient_accumulation": False, "zero_optimization": zero(2, overlap_comm=True)},
@@ -142,9 +151,17 @@ def test_accepted(sections):
 
 
 UNSUPPORTED = [
-    ("zero_optimization.offload_optimizer", {"zero_optimization": zero(2, offload_optimizer={"device": "cpu"})}),
-    ("zero_optimization.offload_optimizer", {"zero_optimization": zero(2, cpu_offload=True)}),
-    ("zero_optimization.offload_param", {"zero_optimization": zero(2, offload_param={"device": "cpu"})}),
+    (
+        "zero_optimization.offload_optimizer.super_offload",
+        {"zero_optimization": zero(3, offload_optimizer={"device": "cpu", "super_offload": True})},
+    ),
+    *(
+        (
+            f"zero_optimization.{section}.device",
+            {"zero_optimization": zero(3, **{section: {"device": "nvme", "nvme_path": "/tmp"}})},
+        )
+        for section in ("offload_optimizer", "offload_param")
+    ),
     ("zero_optimization.zenflow", {"zero_optimization": zero(2, zenflow={})}),
     ("zero_optimization.zero_quantized_weights", {"zero_optimization": zero(2, zero_quantized_weights=True)}),
     (
@@ -170,7 +187,6 @@ UNSUPPORTED = [
     ("checkpoint.use_node_local_storage", {"checkpoint": {"use_node_local_storage": True}}),
     ("datastates_ckpt", {"datastates_ckpt": True}),
     ("checkpoint.writer.data_parallel", {"checkpoint": {"writer": {"data_parallel": "REPLICA"}}}),
-    ("checkpoint.writer.io_multiplier", {"checkpoint": {"writer": {"io_multiplier": 2}}}),
 ]
 
 
