@@ -8,6 +8,8 @@ found out by ``wait()``.
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -128,6 +130,31 @@ def delayed_transport() -> Iterator[list[DelayedWork]]:
     comm.reduce_scatter, comm.reduce_scatter_tensor = reduce_scatter, reduce_scatter_tensor
     try:
         yield works
+    finally:
+        for name, function in real.items():
+            setattr(comm, name, function)
+
+
+@contextmanager
+def jittery_transport(seconds: float, lateness: random.Random) -> Iterator[None]:
+    """Inside, this rank comes late to collectives of ``deepspeed.comm``, by another time each, ``seconds`` at most.
+
+    Give each rank numbers of its own: what is wrong only when one rank is far ahead of another comes to light.
+    """
+    real = {name: getattr(comm, name) for name in _NAMES}
+
+    def late(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if lateness.random() < 0.5:
+                time.sleep(seconds * lateness.random())
+            return real[name](*args, **kwargs)
+
+        return call
+
+    for name in real:
+        setattr(comm, name, late(name))
+    try:
+        yield
     finally:
         for name, function in real.items():
             setattr(comm, name, function)
