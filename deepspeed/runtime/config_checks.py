@@ -171,7 +171,7 @@ def _check_offload(config: DeepSpeedConfig) -> None:
     ):
         if offloads(section) and stage < least:
             raise ValueError(
-                f"'zero_optimization.{key}.device': {section.device.value!r} cannot be used with stage {stage}, {what}"
+                f"'zero_optimization.{key}.device': '{section.device}' cannot be used with stage {int(stage)}, {what}"
             )
 
 
@@ -242,12 +242,12 @@ def _section_not_empty(name: str) -> Callable[[DeepSpeedConfig], bool]:
 # Config key, what it would need, when it is switched on. Remove a line when the feature exists.
 _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
     (
-        "zero_optimization.offload_optimizer.device",
+        "zero_optimization.offload_optimizer.nvme_path",
         "optimizer offload to nvme",
         lambda c: _offloads_to(c.zero_config.offload_optimizer, OffloadDeviceEnum.nvme),
     ),
     (
-        "zero_optimization.offload_param.device",
+        "zero_optimization.offload_param.nvme_path",
         "parameter offload to nvme",
         lambda c: _offloads_to(c.zero_config.offload_param, OffloadDeviceEnum.nvme),
     ),
@@ -295,11 +295,6 @@ _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
         "fp16.fp16_master_weights_and_grads",
         "fp16 master weights",
         lambda c: c.float16_config.fp16_master_weights_and_grads,
-    ),
-    (
-        "checkpoint.use_node_local_storage",
-        "checkpoints on storage that nodes do not share",
-        lambda c: c.use_node_local_storage,
     ),
     ("datastates_ckpt", "DataStates checkpoint engine", _section_not_empty("datastates_ckpt")),
     (

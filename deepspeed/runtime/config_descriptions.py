@@ -97,7 +97,7 @@ DESCRIPTIONS: dict[str, str] = {
     "zero_optimization.offload_param": "Keep partitioned weights away from the device. Stage 3.",
     "zero_optimization.offload_optimizer": "Keep optimizer states, and their step, away from the device.",
     "zero_optimization.zenflow": "Options of ZenFlow.",
-    "zero_optimization.sub_group_size": "Elements that stage 3 and NVMe offload update at a time.",
+    "zero_optimization.sub_group_size": "Elements that stage 3, and offload at every stage, update at a time.",
     "zero_optimization.cpu_offload_param": "Deprecated: `offload_param: {device: cpu}`.",
     "zero_optimization.cpu_offload_use_pin_memory": "Deprecated and ignored: `pin_memory` of the offload sections.",
     "zero_optimization.cpu_offload": "Deprecated: `offload_optimizer: {device: cpu}`.",
@@ -299,11 +299,19 @@ OPTION_OF: dict[str, str] = {
     "csv_monitor": "csv_monitor.enabled",
     "comet": "comet.enabled",
     "gradient_check": "gradient_check.enabled",
-    "aio": "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "zero_optimization.offload_optimizer.super_offload",
+    "aio": "zero_optimization.offload_optimizer.nvme_path",
+    **{
+        f"zero_optimization.{section}.{key}": f"zero_optimization.{section}.nvme_path"
+        for section, keys in (
+            ("offload_optimizer", ("buffer_count", "pipeline_read", "pipeline_write", "fast_init")),
+            ("offload_param", ("buffer_count", "buffer_size", "max_in_cpu")),
+        )
+        for key in keys
+    },
     **{
         f"zero_optimization.{key}": STAGE_3
         for key in (
-            "sub_group_size",
             "stage3_prefetch_bucket_size",
             "stage3_param_persistence_threshold",
             "stage3_model_persistence_threshold",

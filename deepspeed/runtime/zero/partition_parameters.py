@@ -667,7 +667,7 @@ def _dtype_of(settings: dict[str, Any] | None) -> torch.dtype | None:
 def _remote_device(remote_device: str | None, zero: DeepSpeedZeroConfig) -> torch.device | None:
     chosen = remote_device
     if chosen is None and zero.offload_param is not None:
-        chosen = zero.offload_param.device.value
+        chosen = zero.offload_param.device
     if chosen in (None, "none"):
         return None
     if chosen == "nvme":

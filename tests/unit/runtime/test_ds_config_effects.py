@@ -473,7 +473,7 @@ EFFECTS = [
     Effect("zero_optimization.parameter_alignment", True, places),
     Effect("zero_optimization.legacy_stage1", True, outcome),
     Effect("zero_optimization.cpu_offload", True, offloads),
-    Effect("zero_optimization.cpu_offload_param", True, offloads),
+    Effect("zero_optimization.cpu_offload_param", True, offloads, base={"zero_optimization.stage": 3}),
     Effect("zero_optimization.stage3_gather_fp16_weights_on_model_save", True, offloads),
     Effect("comms_logger.enabled", False, recorded_collectives, base=LOGGING),
     Effect("comms_logger.prof_all", False, recorded_collectives, base=LOGGING),

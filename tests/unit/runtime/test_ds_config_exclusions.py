@@ -157,7 +157,7 @@ UNSUPPORTED = [
     ),
     *(
         (
-            f"zero_optimization.{section}.device",
+            f"zero_optimization.{section}.nvme_path",
             {"zero_optimization": zero(3, **{section: {"device": "nvme", "nvme_path": "/tmp"}})},
         )
         for section in ("offload_optimizer", "offload_param")
@@ -184,7 +184,6 @@ UNSUPPORTED = [
         "fp16.fp16_master_weights_and_grads",
         {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}, "zero_optimization": zero(1)},
     ),
-    ("checkpoint.use_node_local_storage", {"checkpoint": {"use_node_local_storage": True}}),
     ("datastates_ckpt", {"datastates_ckpt": True}),
     ("checkpoint.writer.data_parallel", {"checkpoint": {"writer": {"data_parallel": "REPLICA"}}}),
 ]

@@ -66,6 +66,7 @@ TESTED_IN = {
     "data_types.keep_in_fp32_modules": "runtime",
     "checkpoint": "checkpoint",
     "zero_optimization.load_from_fp32_weights": "checkpoint",
+    "zero_optimization.sub_group_size": "runtime/zero",
     "zero_optimization.offload_param": "",
     "zero_optimization.offload_optimizer": "",
     "aio": "",
