@@ -50,20 +50,38 @@ def find_optim_files(folder: str, mp_rank: int = 0) -> list[str]:
     Raises:
         FileNotFoundError: a rank's file is missing between others.
     """
-    return _numbered(folder, _OPTIM_FILE, mp_rank)
+    return _all_of(folder, optim_files_there(folder, mp_rank))
 
 
 def find_shard_model_files(folder: str, mp_rank: int = 0) -> list[str]:
-    """Paths of the model files of a stage 3 checkpoint, by rank."""
+    """Paths of the model files of a stage 3 checkpoint, by rank.
+
+    Raises:
+        FileNotFoundError: a rank's file is missing between others.
+    """
+    return _all_of(folder, shard_model_files_there(folder, mp_rank))
+
+
+def optim_files_there(folder: str, mp_rank: int = 0) -> dict[int, str]:
+    """Paths of those optimizer files of a checkpoint that are in this folder, by rank."""
+    return _numbered(folder, _OPTIM_FILE, mp_rank)
+
+
+def shard_model_files_there(folder: str, mp_rank: int = 0) -> dict[int, str]:
+    """Paths of those model files of a stage 3 checkpoint that are in this folder, by rank."""
     return _numbered(folder, _SHARD_MODEL_FILE, mp_rank)
 
 
-def _numbered(folder: str, pattern: re.Pattern[str], mp_rank: int) -> list[str]:
+def _numbered(folder: str, pattern: re.Pattern[str], mp_rank: int) -> dict[int, str]:
     found: dict[int, str] = {}
     for name in os.listdir(folder):
         match = pattern.match(name)
         if match and int(match[2]) == mp_rank:
             found[int(match[1])] = os.path.join(folder, name)
+    return found
+
+
+def _all_of(folder: str, found: dict[int, str]) -> list[str]:
     missing = sorted(set(range(len(found))) - set(found))
     if missing:
         raise FileNotFoundError(

@@ -64,12 +64,16 @@ class SavedParameter:
         return flat.view(self.shape)
 
 
-def shared_out(shape: torch.Size, fragments: list[torch.Tensor]) -> SavedParameter:
-    """A parameter of which each rank has saved its padded ``1/ranks``."""
-    total, ranks = shape.numel(), len(fragments)
+def shared_out(shape: torch.Size, fragments: Mapping[int, torch.Tensor], ranks: int) -> SavedParameter:
+    """A parameter of which each of so many ranks has saved its padded ``1/ranks``.
+
+    Args:
+        fragments: by rank, those that can be read.
+    """
+    total = shape.numel()
     numel = slice_numel(total, ranks)
     ranges = []
-    for rank, fragment in enumerate(fragments):
+    for rank, fragment in fragments.items():
         begin = min(rank * numel, total)
         ranges.append(SavedRange(begin, min(begin + numel, total), 0, {MASTER: fragment.reshape(-1)}))
     return SavedParameter(shape, ranges)
@@ -90,25 +94,27 @@ class SavedState:
 Shapes = list[dict[str, torch.Size]]
 
 
-def read_zero_files(contents: Iterable[dict[str, Any]], param_shapes: Shapes) -> SavedState:
+def read_zero_files(contents: Iterable[dict[str, Any] | None], param_shapes: Shapes) -> SavedState:
     """State from the optimizer files of all ranks, in the order of ranks.
 
     Args:
+        contents: None for a rank whose file cannot be read; what only that file has cannot be asked for then.
         param_shapes: by parameter group, names and shapes in the order in which they were saved.
 
     Raises:
         CheckpointError: an arrangement that is not known.
     """
-    files = [content["optimizer_state_dict"] for content in contents]
-    if not files:
+    files = [None if content is None else content["optimizer_state_dict"] for content in contents]
+    first = next((file for file in files if file is not None), None)
+    if first is None:
         raise CheckpointError("there are no optimizer files")
     parameters = {name: SavedParameter(torch.Size(shape)) for group in param_shapes for name, shape in group.items()}
-    per_parameter = "fp32_flat_groups" in files[0]
+    read = _read_stage3 if "fp32_flat_groups" in first else _read_stage_1_and_2
     for rank, file in enumerate(files):
-        read = _read_stage3 if per_parameter else _read_stage_1_and_2
-        read(file, rank, len(files), param_shapes, parameters)
-    inner = _inner_state(files[0])
-    return SavedState(parameters, settings_of(inner["param_groups"]), files[0].get("loss_scaler"))
+        if file is not None:
+            read(file, rank, len(files), param_shapes, parameters)
+    inner = _inner_state(first)
+    return SavedState(parameters, settings_of(inner["param_groups"]), first.get("loss_scaler"))
 
 
 def _inner_state(file: dict[str, Any]) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def needs_trust(content: Any) -> set[str]:
 
 
 def wrong_sums(path: str) -> list[str]:
-    """What does not match the checksums in a file of ``torch.save``; empty if all does. Several threads compute them."""
+    """What does not match the checksums in a file of ``torch.save``, which threads compute; empty if all does."""
     if _is_of_old_format(path):
         return []  # there are none
     try:
@@ -207,9 +207,14 @@ def _place_of(file: memoryview, record: zipfile.ZipInfo) -> tuple[int, int]:
     return begin, begin + record.file_size
 
 
-def write_manifest(folder: str, sizes: dict[str, int]) -> None:
-    """The last file of a checkpoint: with it, it is whole."""
-    write_text(os.path.join(folder, MANIFEST), json.dumps({"files": sizes}, indent=1, sort_keys=True) + "\n")
+def write_manifest(folder: str, sizes: dict[str, int], save: str = "") -> None:
+    """The last file of a checkpoint: with it, it is whole.
+
+    Args:
+        save: which save this is part of, where nodes have folders of their own.
+    """
+    content = {"files": sizes} | ({"save": save} if save else {})
+    write_text(os.path.join(folder, MANIFEST), json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
 def read_manifest(folder: str) -> dict[str, int] | None:
@@ -218,12 +223,28 @@ def read_manifest(folder: str) -> dict[str, int] | None:
     Raises:
         CheckpointError: it is not one.
     """
+    manifest = _read_manifest(folder)
+    return None if manifest is None else manifest[0]
+
+
+def save_of(folder: str) -> str:
+    """Which save a checkpoint is part of; empty where the manifest, if there is one, does not say so.
+
+    Raises:
+        CheckpointError: the manifest is damaged.
+    """
+    manifest = _read_manifest(folder)
+    return "" if manifest is None else manifest[1]
+
+
+def _read_manifest(folder: str) -> tuple[dict[str, int], str] | None:
     path = os.path.join(folder, MANIFEST)
     if not os.path.isfile(path):
         return None
     try:
         with open(path, encoding="utf-8") as stream:
-            return {str(name): int(size) for name, size in json.load(stream)["files"].items()}
+            content = json.load(stream)
+        return {str(name): int(size) for name, size in content["files"].items()}, str(content.get("save", ""))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
 

@@ -34,12 +34,12 @@ class UnfinishedSave:
         writer: has this rank's files.
         staging: folder that the files are written to.
         rank: this rank.
-        leads: whether this rank makes and renames folders.
+        leads: whether this rank makes and renames folders, alone or one of several with folders of their own.
         finish: give the folder its name, given sizes of files.
         abandon: delete the folder.
         owner: the training engine, for ``poll``.
         own: names of this rank's files.
-        by_rank: names of the files of each rank.
+        by_rank: names of the files of each rank, none of those with another folder.
     """
 
     info: CheckpointCommitInfo
