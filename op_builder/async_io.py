@@ -13,9 +13,6 @@ class AsyncIOBuilder(OpBuilder):
     BUILD_VAR = "DS_BUILD_AIO"
     NAME = "async_io"
 
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__(self.NAME if name is None else name)
-
     def absolute_name(self) -> str:
         return "deepspeed.ops.aio.async_io_op"
 
@@ -26,13 +23,19 @@ class AsyncIOBuilder(OpBuilder):
     def include_paths(self) -> list[str]:
         return ["csrc/aio"]
 
-    def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the op can be compiled here; where not, files are read and written by Python threads."""
+    def uses_torch(self) -> bool:
+        return False
+
+    def why_not(self) -> str | None:
         if not sys.platform.startswith("linux"):
-            if verbose:
-                self.warning("its system calls are those of Linux")
-            return False
-        return super().is_compatible(verbose)
+            return "its system calls are those of Linux"
+        return super().why_not()
+
+    def _system_include_paths(self) -> list[str]:
+        """pybind11 is among torch's headers."""
+        from torch.utils import cpp_extension
+
+        return [*cpp_extension.include_paths(), *super()._system_include_paths()]
 
     def load(self, verbose: bool = False) -> ModuleType:
         """``deepspeed.ops.aio.handle``, with ``aio_handle``. The engines are compiled when the first handle is made;

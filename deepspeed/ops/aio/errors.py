@@ -23,7 +23,7 @@ class AsyncIOError(OSError):
     Attributes:
         errno: of the first failure; ``ENODATA`` where the file ended early.
         filename: the file.
-        operation: ``"read"`` or ``"write"``.
+        operation: ``"read"``, ``"write"`` or ``"open"``.
         offset: position in the file, in bytes, of the first byte that was asked for.
         error_offset: position in the file of the first failure.
         wanted: bytes asked for.
@@ -35,6 +35,8 @@ class AsyncIOError(OSError):
     ) -> None:
         reason = f"{os.strerror(number)}: {_ADVICE[number]}" if number in _ADVICE else os.strerror(number)
         place = f"at byte {error_offset}; {done} of {wanted} bytes from byte {offset} on are done"
+        if operation == "open":
+            place = "nothing was read or written"
         super().__init__(number, f"{operation} failed, {reason} ({place})", filename)
         self.operation = operation
         self.offset = offset

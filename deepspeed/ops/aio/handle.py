@@ -3,8 +3,9 @@
 
 import errno
 import os
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, Union
 
 import torch
 
@@ -13,7 +14,7 @@ from deepspeed.ops.aio.errors import AsyncIOError
 from deepspeed.runtime.swap_tensor import constants as const
 from deepspeed.utils.pin_memory import get_native_pinned_memory
 
-__all__ = ["AsyncIOError", "FileTransfer", "aio_handle", "aio_read", "aio_write", "available_engines"]
+__all__ = ["AsyncIOError", "FileTransfer", "OpenFile", "aio_handle", "aio_read", "aio_write", "available_engines"]
 
 # Direct and buffered requests to one file must not share a page of the page cache.
 PAGE = 4096
@@ -24,6 +25,62 @@ O_DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system has none
 # What the compiled function returned for a call that did what it was asked, by the interface.
 ONE_COMPLETED = 1
 STARTED = 0
+
+
+FileName = Union[str, os.PathLike, "OpenFile"]
+
+
+class OpenFile:
+    """A file that stays open for many reads and writes of a handle; also when its name is removed meanwhile.
+
+    Args:
+        path: made if it does not exist and ``writes``.
+        direct_alignment: of the engine's module.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(
+        self, path: str, reads: bool, writes: bool, direct_alignment: Callable[[int], tuple[int, int]]
+    ) -> None:
+        self.path = path
+        flags = os.O_RDWR if reads and writes else os.O_WRONLY if writes else os.O_RDONLY
+        flags |= getattr(os, "O_CLOEXEC", 0)
+        self.buffered = os.open(path, flags | (os.O_CREAT if writes else 0), FILE_MODE)
+        self._alignment, position = direct_alignment(self.buffered) if O_DIRECT else (0, 0)
+        self.direct = -1
+        if self._alignment and PAGE % position == 0:
+            try:
+                self.direct = os.open(path, flags | O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # how a file system says that it has no direct I/O
+                    os.close(self.buffered)
+                    raise
+
+    def direct_range(self, host: torch.Tensor, offset: int) -> tuple[int, int]:
+        """Which bytes of ``host``, put at ``offset``, may go around the page cache: whole pages, aligned in memory."""
+        begin = min(-offset % PAGE, host.nbytes)
+        end = max(begin, host.nbytes - (offset + host.nbytes) % PAGE)
+        if end == begin or self.direct < 0 or (host.data_ptr() + begin) % self._alignment:
+            return host.nbytes, host.nbytes
+        return begin, end
+
+    def descriptors(self) -> tuple[int, int]:
+        """The file once more, for the engine to close: with O_DIRECT (-1 where that is not possible) and without."""
+        buffered = os.dup(self.buffered)
+        try:
+            return (os.dup(self.direct) if self.direct >= 0 else -1), buffered
+        except OSError:
+            os.close(buffered)
+            raise
+
+    def close(self) -> None:
+        """Transfers that were started go on."""
+        for fd in (self.direct, self.buffered):
+            if fd >= 0:
+                os.close(fd)
+        self.direct = self.buffered = -1
 
 
 class FileTransfer:
@@ -126,7 +183,7 @@ class aio_handle:
 
     # ------------------------------------------------------------------ starting
 
-    def start_read(self, buffer: torch.Tensor, filename: str | os.PathLike, file_offset: int = 0) -> FileTransfer:
+    def start_read(self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0) -> FileTransfer:
         """Start to fill ``buffer`` from ``filename``, from byte ``file_offset`` on. Until the transfer is waited for,
         the buffer must not be used.
 
@@ -139,22 +196,22 @@ class aio_handle:
         """
         return self._start(buffer, filename, file_offset, writes=False)
 
-    def start_write(self, buffer: torch.Tensor, filename: str | os.PathLike, file_offset: int = 0) -> FileTransfer:
+    def start_write(self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0) -> FileTransfer:
         """Start to write ``buffer`` to ``filename``, which is made if it does not exist. Until the transfer is waited
         for, the buffer must not be changed. Arguments and errors are those of ``start_read``."""
         return self._start(buffer, filename, file_offset, writes=True)
 
-    def _start(self, buffer: torch.Tensor, filename: str | os.PathLike, offset: int, writes: bool) -> FileTransfer:
+    def _start(self, buffer: torch.Tensor, filename: FileName, offset: int, writes: bool) -> FileTransfer:
         if not buffer.is_contiguous():
             raise ValueError(f"aio_handle moves contiguous tensors, this one has strides {buffer.stride()}")
         if offset < 0:
             raise ValueError(f"aio_handle: file_offset={offset} must not be negative")
-        path = os.fspath(filename)
+        path = filename.path if isinstance(filename, OpenFile) else os.fspath(filename)
         host = buffer.detach()
         if host.device.type != "cpu":
             host = host.cpu() if writes else torch.empty_like(host, device="cpu")
         try:
-            files, direct = self._open(path, host, offset, writes)
+            files, direct = self._files(filename, host, offset, writes)
         except OSError as error:
             operation = "write" if writes else "read"
             raise AsyncIOError(error.errno or errno.EIO, path, operation, offset, offset, host.nbytes, 0) from error
@@ -168,38 +225,35 @@ class aio_handle:
         own = buffer if buffer.device.type != "cpu" else host
         return FileTransfer(ticket, self._module, path, writes, own, host, offset)
 
-    def _open(
-        self, path: str, host: torch.Tensor, offset: int, writes: bool
+    def _files(
+        self, file: FileName, host: torch.Tensor, offset: int, writes: bool
     ) -> tuple[tuple[int, int], tuple[int, int]]:
-        """File descriptors with and without O_DIRECT, and the range of bytes that is for the first."""
-        flags = os.O_WRONLY | os.O_CREAT if writes else os.O_RDONLY
-        flags |= getattr(os, "O_CLOEXEC", 0)
-        buffered = os.open(path, flags, FILE_MODE)
-        begin = min(-offset % PAGE, host.nbytes)
-        end = max(begin, host.nbytes - (offset + host.nbytes) % PAGE)
-        no_direct = (-1, buffered), (host.nbytes, host.nbytes)
-        if end == begin or not O_DIRECT:
-            return no_direct
-        memory, position = self._module.direct_alignment(buffered)
-        if memory == 0 or PAGE % position or (host.data_ptr() + begin) % memory:
-            return no_direct
+        """File descriptors with and without O_DIRECT, for the engine, and the range of bytes that is for the first."""
+        if isinstance(file, OpenFile):
+            return file.descriptors(), file.direct_range(host, offset)
+        opened = OpenFile(os.fspath(file), not writes, writes, self._module.direct_alignment)
+        return (opened.direct, opened.buffered), opened.direct_range(host, offset)
+
+    def open(self, filename: str | os.PathLike) -> OpenFile:
+        """A file for reads and writes, made if it does not exist, to be given to other methods in place of its name.
+
+        Raises:
+            AsyncIOError: it cannot be opened.
+        """
+        path = os.fspath(filename)
         try:
-            direct = os.open(path, flags & ~os.O_CREAT | O_DIRECT)
+            return OpenFile(path, True, True, self._module.direct_alignment)
         except OSError as error:
-            if error.errno == errno.EINVAL:  # how a file system says that it has no direct I/O
-                return no_direct
-            os.close(buffered)
-            raise
-        return (direct, buffered), (begin, end)
+            raise AsyncIOError(error.errno or errno.EIO, path, "open", 0, 0, 0, 0) from error
 
     # ------------------------------------------------------------------ the interface
 
-    def async_pread(self, buffer: torch.Tensor, filename: str | os.PathLike, file_offset: int = 0) -> int:
+    def async_pread(self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0) -> int:
         """As ``start_read``, finished by ``wait()``; 0."""
         self._started.append(self.start_read(buffer, filename, file_offset))
         return STARTED
 
-    def async_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike, file_offset: int = 0) -> int:
+    def async_pwrite(self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0) -> int:
         """As ``start_write``, finished by ``wait()``; 0."""
         self._started.append(self.start_write(buffer, filename, file_offset))
         return STARTED
@@ -224,12 +278,12 @@ class aio_handle:
             raise failures[0] if len(failures) == 1 else _with_more(failures)
         return len(started)
 
-    def sync_pread(self, buffer: torch.Tensor, filename: str | os.PathLike, file_offset: int = 0) -> int:
+    def sync_pread(self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0) -> int:
         """Fill ``buffer`` from a file; 1. Errors are those of ``start_read`` and of ``FileTransfer.wait``."""
         self.start_read(buffer, filename, file_offset).wait()
         return ONE_COMPLETED
 
-    def sync_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike, file_offset: int = 0) -> int:
+    def sync_pwrite(self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0) -> int:
         """Write ``buffer`` to a file; 1. Errors are those of ``start_write`` and of ``FileTransfer.wait``."""
         self.start_write(buffer, filename, file_offset).wait()
         return ONE_COMPLETED
