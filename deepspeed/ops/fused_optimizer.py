@@ -32,6 +32,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.__dict__.setdefault("set_grad_none", True)
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)

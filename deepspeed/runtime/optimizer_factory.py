@@ -7,29 +7,31 @@ from typing import Any
 
 import torch
 
+from deepspeed.ops.lamb import FusedLamb
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_checks import offloads
-from deepspeed.runtime.config_utils import constructor_arguments, without_auto
-from deepspeed.runtime.constants import MAX_GRAD_NORM
+from deepspeed.runtime.config_utils import constructor_arguments
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer, ReplicatedOptimizer
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.gradients.reducer import ReductionSettings
+from deepspeed.runtime.named_optimizers import named_optimizer
 from deepspeed.runtime.torch_autocast import autocast_dtype_of
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+from deepspeed.runtime.zero.optimizer_pieces import partitioned_tensors
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import ZeRORuntimeException, is_zero_supported_optimizer
 from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
 
-UNBUILT_OPTIMIZERS = ("lamb", "lion", "muon", "muadam", "muadamw", "musgd")
 FUSED_ADAM = "FusedAdam"  # of this package or of apex
 CPU_OPTIMIZERS = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion")
-ADAM_SWITCHES = ("fp32_optimizer_states", "bias_correction")  # of the config, both true by default
 
 
 def basic_optimizer(
@@ -52,7 +54,7 @@ def basic_optimizer(
         return None
     parameters = _parameters(model_parameters, model)
     if client is None:
-        return _from_config(config.optimizer_name, without_auto(config.optimizer_params or {}), parameters)
+        return named_optimizer(config.optimizer_name, parameters, model, config)
     if not callable(client):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer or a callable that makes one, not {type(client).__name__}"
@@ -84,45 +86,6 @@ def _parameters(model_parameters: Iterable[Any] | None, model: torch.nn.Module) 
     return [item for item in given if isinstance(item, dict) or item.requires_grad]
 
 
-def _from_config(name: str, params: dict[str, Any], parameters: list[Any]) -> torch.optim.Optimizer:
-    if MAX_GRAD_NORM in params:
-        raise ValueError(
-            "optimizer.params.max_grad_norm is not supported, use gradient_clipping at the top level instead"
-        )
-    kind = name.lower()
-    if kind in UNBUILT_OPTIMIZERS:
-        raise NotImplementedError(f"optimizer.type {name!r} is not built yet")
-    if kind in ("adam", "adamw"):
-        cls = _adam_class(kind, params)
-        params.setdefault("fused", None if "foreach" in params else _fused_adam_runs_on(parameters))
-    elif kind == "adagrad":
-        cls = torch.optim.Adagrad
-    else:
-        cls = getattr(torch.optim, name, None)
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise AssertionError(
-            f"optimizer.type {name!r} is neither an optimizer of this package nor a class of torch.optim"
-        )
-    return cls(parameters, **constructor_arguments(cls, params, "optimizer.params"))
-
-
-def _adam_class(kind: str, params: dict[str, Any]) -> type[torch.optim.Optimizer]:
-    """torch's class; takes out of ``params`` what only the config knows. ``torch_adam`` decides nothing so far."""
-    params.pop("torch_adam", None)
-    decoupled = params.pop("adam_w_mode", True)
-    for switch in ADAM_SWITCHES:
-        if params.pop(switch, True) is not True:
-            raise NotImplementedError(f"optimizer.params.{switch} false is not built yet")
-    return torch.optim.AdamW if kind == "adamw" or decoupled else torch.optim.Adam
-
-
-def _fused_adam_runs_on(parameters: list[Any]) -> bool | None:
-    """True where torch has a fused kernel for the parameters' devices, None to leave the choice to torch."""
-    flat = [p for item in parameters for p in (item["params"] if isinstance(item, dict) else [item])]
-    devices = {p.device.type for p in flat if isinstance(p, torch.Tensor)}
-    return True if devices and devices <= {"cpu", "cuda"} else None
-
-
 def stage_optimizer(
     basic: torch.optim.Optimizer,
     module: torch.nn.Module,
@@ -137,6 +100,22 @@ def stage_optimizer(
         AssertionError: an optimizer that is not known to work on flat shards, without
             ``zero_allow_untested_optimizer``.
     """
+    result = _stage_optimizer(basic, module, config, schedule, group, mpu)
+    if isinstance(basic, (FusedLamb, MuonWithAuxAdam)) and isinstance(result, PartitionedOptimizer):
+        reducer = result.reducer
+        parts = partitioned_tensors(reducer.layout, result.weights.stepped, reducer.group, reducer.device)
+        basic.use_partitioned(parts)
+    return result
+
+
+def _stage_optimizer(
+    basic: torch.optim.Optimizer,
+    module: torch.nn.Module,
+    config: DeepSpeedConfig,
+    schedule: AccumulationSchedule,
+    group: Any,
+    mpu: Any,
+) -> ZeROOptimizer:
     param_names = {parameter: name for name, parameter in module.named_parameters()}
     if config.zero_optimization_stage == 0:
         return _replicated(basic, param_names, config, schedule, group, mpu)

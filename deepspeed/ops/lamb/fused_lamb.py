@@ -4,7 +4,7 @@
 You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2020).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -45,7 +45,6 @@ class FusedLamb(FusedOptimizer):
 
     BUILDER = "FusedLambBuilder"
     _partitioned: PartitionedTensors | None = None
-    _ratios: Sequence[torch.Tensor] = ()  # of the last step, one tensor per group and device
 
     def __init__(
         self,
@@ -82,6 +81,12 @@ class FusedLamb(FusedOptimizer):
             "capturable": capturable,
         }
         super().__init__(params, defaults)
+        # Of the last step, by the first tensor of those that were stepped together.
+        self._ratios: dict[torch.Tensor, torch.Tensor] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("_ratios", {})
 
     def use_partitioned(self, tensors: PartitionedTensors) -> None:
         """The parameters are flat tensors from now on, of which each rank has a part.
@@ -113,7 +118,6 @@ class FusedLamb(FusedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._ratios = []
         factor = self._clip_factor(1.0 / scale)
         for group in self.param_groups:
             on_device: dict[torch.device, list[tuple[torch.Tensor, TensorUpdate]]] = {}
@@ -137,13 +141,12 @@ class FusedLamb(FusedOptimizer):
     ) -> None:
         """As ``FusedOptimizer.step_flat``. Collective where parameters are partitioned; ``master`` is then one of the
         tensors that ``use_partitioned`` got."""
-        self._ratios = []
         update = self._prepare(master, gradient, state, group, low_precision)
         self._step_group([(master, update)], group, grad_scale)
 
     def get_lamb_coeffs(self) -> list[float]:
         """The ratios of the last step, in the order of the parameters; waits for the device."""
-        return [ratio for ratios in self._ratios for ratio in ratios.tolist()]
+        return [ratio for ratios in self._ratios.values() for ratio in ratios.tolist()]
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
@@ -178,7 +181,7 @@ class FusedLamb(FusedOptimizer):
         if self._partitioned is not None:
             squares = self._partitioned.sum_over_ranks(squares)
         ratios = trust_ratios(squares, group["min_coeff"], group["max_coeff"])
-        self._ratios = [*self._ratios, ratios]
+        self._ratios[updates[0][0]] = ratios
         for alike, places in by_kind:
             self._apply(alike, places, numbers, group, ratios)
 

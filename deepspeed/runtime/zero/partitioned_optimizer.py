@@ -127,7 +127,7 @@ class PartitionedOptimizer(ZeROOptimizer):
                 stepped = weights.stepped[index]
                 in_one_pass = target.dtype != stepped.dtype and target.device == stepped.device
                 self.optimizer.step_flat(
-                    stepped.data,
+                    stepped,
                     shards[index],
                     self.optimizer.state[stepped],
                     self.optimizer.param_groups[self.reducer.layout.groups[index].param_group],

@@ -33,7 +33,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         for b, e, d, m in itertools.product([True, False], [True, False], [0.0, 0.1], [0.7, 10.0])
     ],
 }
-CUDA = pytest.param("cuda", marks=[pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+)
 DEVICES = ["cpu", CUDA]
 HALVES = (torch.bfloat16, torch.float16)
 
