@@ -2,6 +2,7 @@
 """Between a live optimizer of any stage and what stands in checkpoint files."""
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from deepspeed.checkpoint.optimizer_state import MASTER, SavedParameter, SavedSt
 from deepspeed.checkpoint.storage import CheckpointError
 from deepspeed.git_version_info import version
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.fp16.unfused_optimizer import ReplicatedOptimizer
 from deepspeed.runtime.gradients.layout import FlatGroup, master_dtype
+from deepspeed.runtime.zero.flat_weights import MASTER as RESTING_MASTER
 from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer
 from deepspeed.runtime.zero.sharded_parameter import shard_of
 from deepspeed.utils.tensor_fragment import fragment_address
@@ -48,8 +51,7 @@ def partitioned_state(optimizer: PartitionedOptimizer, stage: int) -> dict[str, 
         "clip_grad": optimizer.clip_grad,
         "ds_version": version,
     }
-    inner = optimizer.optimizer.state_dict()
-    masters = [master.detach().to(master_dtype(master.dtype)) for master in optimizer.weights.masters]
+    inner, masters = _values_to_save(optimizer)
     if stage == 3:
         return common | {
             "partition_count": world_size,
@@ -66,6 +68,22 @@ def partitioned_state(optimizer: PartitionedOptimizer, stage: int) -> dict[str, 
         "param_slice_mappings": [_slice_mapping(group) for group in groups],
         "flat_groups": [_flat_group(group) for group in groups],
     }
+
+
+def _values_to_save(optimizer: PartitionedOptimizer) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """The inner optimizer's state dict, and the masters; what rests in files is read from there."""
+    inner, weights = optimizer.optimizer.state_dict(), optimizer.weights
+    order = [stepped for settings in optimizer.optimizer.param_groups for stepped in settings["params"]]
+    number = {id(stepped): position for position, stepped in enumerate(order)}
+    masters = []
+    for index, (stepped, home) in enumerate(zip(weights.stepped, weights.homes)):
+        values = weights.values(index)
+        master = values[RESTING_MASTER].detach()
+        masters.append(master.to(master_dtype(master.dtype)))
+        entries = inner["state"].get(number[id(stepped)])
+        if entries is not None and not home.always_resident:
+            inner["state"][number[id(stepped)]] = {key: values.get(key, entry) for key, entry in entries.items()}
+    return inner, masters
 
 
 def _slice_mapping(group: FlatGroup) -> "OrderedDict[str, fragment_address]":
@@ -88,8 +106,34 @@ def replicated_state(optimizer: ReplicatedOptimizer) -> dict[str, Any]:
     scaler = optimizer.loss_scaler
     # DeepSpeed wants a count of steps here also where the scale never changes
     state = {"dynamic_loss_scale": scaler.dynamic, "cur_iter": 0, "optimizer_state_dict": inner}
-    state["fp32_groups"] = [[master.detach() for master in group] for group in optimizer.fp32_groups]
-    return state | {key: value for key, value in vars(scaler).items() if isinstance(value, (int, float))}
+    state |= {key: value for key, value in vars(scaler).items() if isinstance(value, (int, float))}
+    flat = _flat_inner_state(inner, optimizer) if isinstance(optimizer, FP16_Optimizer) else None
+    if flat is None:
+        return state | {"fp32_groups": [[master.detach() for master in group] for group in optimizer.fp32_groups]}
+    masters = [_end_to_end(group) for group in optimizer.fp32_groups]
+    return state | {"optimizer_state_dict": flat, "fp32_groups_flat": masters, "clip_grad": optimizer.clip_grad}
+
+
+def _end_to_end(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    parts = [tensor.detach().reshape(-1) for tensor in tensors]
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+def _flat_inner_state(inner: dict[str, Any], optimizer: FP16_Optimizer) -> dict[str, Any] | None:
+    """State as of one flat parameter per group, as DeepSpeed has with a fused optimizer; None where that cannot be: a
+    group of several dtypes, or parameters with different kinds of state."""
+    flat: dict[str, Any] = {"state": {}, "param_groups": []}
+    for index, (group, masters) in enumerate(zip(inner["param_groups"], optimizer.fp32_groups)):
+        states = [inner["state"].get(number, {}) for number in group["params"]]
+        keys = [list(state) for state in states]
+        if any(one != keys[0] for one in keys) or len({master.dtype for master in masters}) > 1:
+            return None
+        flat["param_groups"].append(group | {"params": [index] if masters else []})
+        if keys and keys[0]:
+            flat["state"][index] = {
+                key: states[0][key] if key == "step" else _end_to_end(state[key] for state in states) for key in keys[0]
+            }
+    return flat
 
 
 # ---------------------------------------------------------------------------------------------------- from files

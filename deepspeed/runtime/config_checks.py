@@ -242,15 +242,11 @@ def _section_not_empty(name: str) -> Callable[[DeepSpeedConfig], bool]:
 # Config key, what it would need, when it is switched on. Remove a line when the feature exists.
 _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
     (
-        "zero_optimization.offload_optimizer.nvme_path",
-        "optimizer offload to nvme",
-        lambda c: _offloads_to(c.zero_config.offload_optimizer, OffloadDeviceEnum.nvme),
-    ),
-    (
         "zero_optimization.offload_param.nvme_path",
         "parameter offload to nvme",
         lambda c: _offloads_to(c.zero_config.offload_param, OffloadDeviceEnum.nvme),
     ),
+    ("aio.use_gds", "GPUDirect storage", lambda c: c.aio_config["use_gds"]),
     (
         "zero_optimization.offload_optimizer.super_offload",
         "SuperOffload",

@@ -181,6 +181,7 @@ def _partitioned_settings(
         "bf16_master_weights_and_gradients": config.bfloat16_config.bf16_master_weights_and_grads,
         "bf16_optimizer_states": config.bfloat16_config.bf16_optimizer_states,
         "offload_optimizer_config": zero.offload_optimizer,
+        "aio_config": config.aio_config,
         "sub_group_size": zero.sub_group_size,
         "schedule": schedule,
     }

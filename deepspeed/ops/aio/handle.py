@@ -132,6 +132,14 @@ class FileTransfer:
             self._tensor.copy_(self._host)
             self._host = self._tensor
 
+    def settle(self) -> AsyncIOError | None:
+        """As ``wait``, with the error as the result."""
+        try:
+            self.wait()
+        except AsyncIOError as error:
+            return error
+        return None
+
 
 class aio_handle:
     """Reads and writes files in blocks, several at a time. The calling thread keeps running, and so do others: the GIL

@@ -134,6 +134,12 @@ class MasterWeights:
         home = self.homes[index]
         return nullcontext() if home.always_resident else home.resident(index, write)
 
+    def values(self, index: int) -> dict[str, torch.Tensor]:
+        """As ``tensors``, with their values also where they are not in memory: to be read, outside of a ``visit`` and
+        until the next."""
+        home = self.homes[index]
+        return self.tensors(index) if home.always_resident else home.values(index)
+
     # ------------------------------------------------------------------ stepping
 
     @contextmanager

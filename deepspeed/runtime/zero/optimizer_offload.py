@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """From ``zero_optimization.offload_optimizer`` to which groups rest where."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from deepspeed import comm as dist
 from deepspeed.runtime.gradients.host_memory import HostMemory
 from deepspeed.runtime.gradients.layout import FlatGroup, cut_groups, place_on_host
+from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
 from deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadOptimizerConfig,
     DeepSpeedZeroOffloadParamConfig,
@@ -41,11 +44,26 @@ def place_groups(
     return cut_groups(place_on_host(groups, world_size, config.ratio), world_size, slice_limit)
 
 
-def state_homes(groups: Sequence[FlatGroup], config: DeepSpeedZeroOffloadOptimizerConfig | None) -> list[StateHome]:
-    """Where masters and state of each group rest."""
-    if config is not None and config.device == OffloadDeviceEnum.nvme:
-        raise NotImplementedError("offload_optimizer.device 'nvme' is not built yet; use 'cpu'")
-    return homes_in_memory(groups)
+def state_homes(
+    groups: Sequence[FlatGroup],
+    config: DeepSpeedZeroOffloadOptimizerConfig | None,
+    aio: Mapping[str, Any] | None = None,
+) -> list[StateHome]:
+    """Where masters and state of each group rest.
+
+    Args:
+        aio: section ``aio`` of the config, for files; None: its defaults.
+
+    Raises:
+        OSError: ``nvme_path`` is not a folder that files can be made in.
+    """
+    homes = homes_in_memory(groups)
+    if config is None or config.device != OffloadDeviceEnum.nvme:
+        return homes
+    from deepspeed.runtime.swap_tensor.file_home import FileHome
+
+    in_files = FileHome([group for group in groups if group.on_host], config, aio or AIO_DEFAULT_DICT, dist.get_rank())
+    return [in_files if group.on_host else home for group, home in zip(groups, homes)]
 
 
 def shard_memory(config: DeepSpeedZeroOffloadParamConfig | None) -> HostMemory | None:

@@ -173,7 +173,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
             ShardWeights(
                 layout,
                 *master_dtypes(bf16_master_weights_and_gradients, bf16_optimizer_states),
-                homes=state_homes(flat_groups, offload_optimizer_config),
+                homes=state_homes(flat_groups, offload_optimizer_config, aio_config),
                 staging=WeightStaging(reducer.settings.host_memory, reducer.order),
                 host=shard_memory(offload_param_config),
             )
@@ -185,13 +185,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         super().settle_gradients()
         self._check_window()
 
-    def step(self, closure: Any = None) -> None:
-        """As ``ZeROOptimizer.step``.
-
-        Raises:
-            RuntimeError: also when ranks ran different modules since the last step.
-        """
-        super().step(closure)
+    def _window_ended(self) -> None:
         self.parameter_offload.end_window()
 
     def _check_window(self) -> None:

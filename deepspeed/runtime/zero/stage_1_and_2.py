@@ -93,6 +93,7 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
         schedule: AccumulationSchedule | None = None,
         loss_scaler: LossScalerBase | None = None,
         allgather_partitions: bool = True,
+        aio_config: Any = None,
         sub_group_size: int = 1000000000,
     ) -> None:
         refuse_unbuilt(
@@ -153,7 +154,7 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
             FlatWeights(
                 layout,
                 *master_dtypes(bf16_master_weights_and_gradients, bf16_optimizer_states),
-                homes=state_homes(flat_groups, offload_optimizer_config),
+                homes=state_homes(flat_groups, offload_optimizer_config, aio_config),
                 staging=WeightStaging(reducer.settings.host_memory, reducer.order),
             )
         )

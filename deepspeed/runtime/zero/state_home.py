@@ -67,6 +67,13 @@ class StateHome(ABC):
             for _ in visit:
                 raise AssertionError("a visit of one group has one batch")
 
+    def values(self, group: int) -> dict[str, torch.Tensor]:
+        """The tensors of a group with their values, by name, outside of a visit: to be read, until the next visit.
+
+        Only for homes whose groups are not always resident: elsewhere the tensors themselves have the values.
+        """
+        raise NotImplementedError
+
     def settle(self) -> None:
         """Wait until all that was written back is at rest."""
 
