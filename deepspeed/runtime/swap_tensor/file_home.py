@@ -392,8 +392,8 @@ class FileHome(StateHome):
         if failures:
             labels = "; ".join(group.label for group in held if group.phase is Phase.HELD)
             raise SwapError(
-                f"cannot be written to {self.folder.path}, and stays in memory: {labels}. Nothing is lost: free space and"
-                " call the step again, or save a checkpoint"
+                f"cannot be written to {self.folder.path}, and stays in memory: {labels}. Nothing is lost: free space"
+                " and call the step again, or save a checkpoint"
             ) from failures[0]
 
     # ------------------------------------------------------------------ buffers

@@ -36,8 +36,8 @@ class SwapFolder:
         root = Path(nvme_path)
         if not root.exists():
             raise FileNotFoundError(
-                f"{key} {str(root)!r} does not exist on {socket.gethostname()} (rank {rank}). Mount the disk or make the"
-                " folder first; it is not made here, since on a host without the disk it would fill another one"
+                f"{key} {str(root)!r} does not exist on {socket.gethostname()} (rank {rank}). Mount the disk or make"
+                " the folder first; it is not made here, since on a host without the disk it would fill another one"
             )
         if not root.is_dir():
             raise NotADirectoryError(f"{key} {str(root)!r} is not a folder")
