@@ -50,7 +50,9 @@ void step_rest(const Update& update, int64_t index, int64_t count) {
 
 template <class Update>
 void walk(const Update& update, int64_t begin, int64_t end) {
+    // A copy that nobody else can point to: the compiler need not read it again after each store.
+    const Update own = update;
     int64_t index = begin;
-    for (; index + kWidth <= end; index += kWidth) step(update, index);
+    for (; index + kWidth <= end; index += kWidth) step(own, index);
     if (index < end) step_rest(update, index, end - index);
 }

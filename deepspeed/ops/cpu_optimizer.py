@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What DeepSpeedCPUAdam, DeepSpeedCPUAdagrad and DeepSpeedCPULion share: tensors in host memory, one pass for each."""
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
@@ -13,6 +12,7 @@ from deepspeed.ops.fused_kernels import TYPE_NUMBERS, StepNumbers, TensorUpdate
 
 LEVEL_VARIABLE = "DS_CPU_SIMD"
 STEP = "step"
+_GRADIENT = 1  # among the operands of a kernel
 
 
 class CPUOptimizer(torch.optim.Optimizer):
@@ -52,9 +52,10 @@ class CPUOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{type(self).__name__} is not differentiable, which a parameter group asks for")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, except that moments keep the dtype that this optimizer gives them.
+        """As in torch, except that moments keep the dtype that this optimizer gives them, and are copies.
 
-        torch would cast them to the parameter's dtype, which for 16-bit parameters loses most digits.
+        torch would cast them to the parameter's dtype, which for 16-bit parameters loses most digits, and share those that
+        have it already.
         """
         # The last hook sees what the others made of the dictionary.
         received: list[dict[str, Any]] = []
@@ -67,8 +68,9 @@ class CPUOptimizer(torch.optim.Optimizer):
         numbers = [number for group in received[0]["param_groups"] for number in group["params"]]
         for parameter, number in zip(parameters, numbers):
             for key, value in received[0]["state"].get(number, {}).items():
-                if key != STEP and isinstance(value, torch.Tensor) and value.is_floating_point():
-                    self.state[parameter][key] = value.to(self._state_dtype(parameter), copy=True)
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    dtype = torch.float32 if key == STEP else self._state_dtype(parameter)
+                    self.state[parameter][key] = value.to(device=parameter.device, dtype=dtype, copy=True)
 
     # ------------------------------------------------------------------ the step
 
@@ -90,10 +92,13 @@ class CPUOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.step_flat(parameter, parameter.grad, self.state[parameter], group)
+            self._step_parameters([p for p in group["params"] if p.grad is not None], group)
         return loss
+
+    def _step_parameters(self, parameters: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+        """A step of those parameters of a group, which have gradients."""
+        updates = [self._prepare(p, p.grad, self.state[p], group, None) for p in parameters]
+        self._update(updates, group, 1.0)
 
     @torch.no_grad()
     def step_flat(
@@ -124,38 +129,57 @@ class CPUOptimizer(torch.optim.Optimizer):
             RuntimeError: a tensor is not in host memory, sparse, or not real floating-point.
             ValueError: shapes differ.
         """
-        self._check(master, gradient, low_precision)
-        self._make_state(master, state, group)
-        state[STEP] += 1
-        scale = -grad_scale if group.get("maximize") else grad_scale
-        states = [state[name] for name in self._state_names(group)]
-        update = TensorUpdate(master, gradient, states, state[STEP], low_precision)
-        numbers = self._numbers(group, scale)
-        native = self._native_for(update)
-        if native is None:
-            self._run_torch(update, numbers, group)
-        elif master.numel():
-            self._run_native(native, update, numbers, group)
+        self._update([self._prepare(master, gradient, state, group, low_precision)], group, grad_scale)
 
-    def _check(self, master: torch.Tensor, gradient: torch.Tensor, low_precision: torch.Tensor | None) -> None:
-        name = type(self).__name__
-        tensors = {"parameter": master, "gradient": gradient}
+    def _prepare(
+        self,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        low_precision: torch.Tensor | None,
+    ) -> TensorUpdate:
+        """Check the tensors, make the state that is missing, count the step."""
+        self._check("parameter", master, master)
+        self._check("gradient", gradient, master)
         if low_precision is not None:
-            tensors["low-precision weight"] = low_precision
-        for what, tensor in tensors.items():
-            if tensor.device.type != "cpu":
-                raise RuntimeError(
-                    f"{name} updates tensors in host memory, and a {what} is on {tensor.device}: offload the "
-                    "optimizer, or use one that runs there"
-                )
-            if tensor.layout != torch.strided:
-                raise RuntimeError(f"{name} does not take sparse tensors, and a {what} is {tensor.layout}")
-            if not tensor.is_floating_point():
-                raise RuntimeError(f"{name} updates real floating-point tensors, and a {what} is {tensor.dtype}")
-            if tensor.shape != master.shape:
-                raise ValueError(
-                    f"{name}: a {what} has shape {tuple(tensor.shape)} and its parameter {tuple(master.shape)}"
-                )
+            self._check("low-precision weight", low_precision, master)
+        names = self._state_names(group)
+        if STEP not in state or not all(name in state for name in names):
+            self._make_state(master, state, group)
+        elif not isinstance(state[STEP], torch.Tensor):  # of an optimizer that counts in a number
+            state[STEP] = torch.tensor(float(state[STEP]))
+        state[STEP] += 1
+        return TensorUpdate(master, gradient, [state[name] for name in names], state[STEP], low_precision)
+
+    def _update(self, updates: Sequence[TensorUpdate], group: dict[str, Any], grad_scale: float) -> None:
+        """Those with the same step in one call of the kernel; in torch what it does not know."""
+        numbers = self._numbers(group, -grad_scale if group.get("maximize") else grad_scale)
+        by_step: dict[float, list[TensorUpdate]] = {}
+        for update in updates:
+            by_step.setdefault(float(update.step), []).append(update)
+        for alike in by_step.values():
+            native = _native(self.BUILDER) if all(map(_has_known_types, alike)) else None
+            if native is None:
+                for update in alike:
+                    self._run_torch(update, numbers, group)
+            else:
+                operands = [self._operands(update) for update in alike]
+                run_kernel(native, operands, self._values(alike[0], numbers, group))
+
+    def _check(self, what: str, tensor: torch.Tensor, master: torch.Tensor) -> None:
+        name = type(self).__name__
+        if not tensor.is_cpu:
+            raise RuntimeError(
+                f"{name} updates tensors in host memory, and a {what} is on {tensor.device}: offload the "
+                "optimizer, or use one that runs there"
+            )
+        if tensor.layout != torch.strided:
+            raise RuntimeError(f"{name} does not take sparse tensors, and a {what} is {tensor.layout}")
+        if not tensor.is_floating_point():
+            raise RuntimeError(f"{name} updates real floating-point tensors, and a {what} is {tensor.dtype}")
+        if tensor.shape != master.shape:
+            raise ValueError(f"{name}: a {what} has shape {tuple(tensor.shape)}, its parameter {tuple(master.shape)}")
 
     def _state_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         if self.fp32_optimizer_states:
@@ -165,8 +189,6 @@ class CPUOptimizer(torch.optim.Optimizer):
     def _make_state(self, parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if STEP not in state:
             state[STEP] = torch.zeros((), dtype=torch.float32)
-        elif not isinstance(state[STEP], torch.Tensor):  # of an optimizer that counts in a number
-            state[STEP] = torch.tensor(float(state[STEP]))
         for name in self._state_names(group):
             if name not in state:
                 state[name] = torch.full_like(
@@ -176,11 +198,6 @@ class CPUOptimizer(torch.optim.Optimizer):
                     memory_format=torch.preserve_format,
                     requires_grad=False,
                 )
-
-    def _native_for(self, update: TensorUpdate) -> ModuleType | None:
-        if not all(tensor.dtype in TYPE_NUMBERS for tensor in update.tensors()):
-            return None
-        return _native(self.BUILDER)
 
     # ------------------------------------------------------------------ what the kinds differ in
 
@@ -205,14 +222,19 @@ class CPUOptimizer(torch.optim.Optimizer):
         """The step in torch operations, for any floating-point dtype and memory layout."""
         raise NotImplementedError
 
-    def _run_native(
-        self, native: ModuleType, update: TensorUpdate, numbers: StepNumbers, group: dict[str, Any]
-    ) -> None:
-        """The same by the kernel."""
+    def _operands(self, update: TensorUpdate) -> list[torch.Tensor | None]:
+        """The tensors of an update in the order of the kernel, the gradient second; None for one that is not there."""
+        return [update.param, update.grad, *update.states, update.low]
+
+    def _values(self, update: TensorUpdate, numbers: StepNumbers, group: dict[str, Any]) -> list[float]:
+        """The numbers of a step, in the order of the kernel."""
         raise NotImplementedError
 
 
-@functools.cache
+def _has_known_types(update: TensorUpdate) -> bool:
+    return all(tensor.dtype in TYPE_NUMBERS for tensor in update.tensors())
+
+
 def _native(builder_name: str) -> ModuleType | None:
     """The kernel of a builder of ``deepspeed.ops.op_builder``; None where it cannot be had, after one warning."""
     from deepspeed.ops import op_builder
@@ -220,48 +242,50 @@ def _native(builder_name: str) -> ModuleType | None:
     return getattr(op_builder, builder_name)().load_or_none()
 
 
-def run_kernel(native: ModuleType, operands: Sequence[torch.Tensor | None], values: Sequence[float]) -> None:
-    """Calls a kernel of ``csrc`` over tensors of one shape, in host memory.
+def run_kernel(native: ModuleType, updates: Sequence[Sequence[torch.Tensor | None]], values: Sequence[float]) -> None:
+    """Calls a kernel of ``csrc`` for several updates with the same numbers.
 
     Args:
         native: the op's module.
-        operands: in the order of the kernel, the gradient second; None for one that is not there.
+        updates: of each its operands: tensors of one shape, in host memory.
         values: numbers, in the order of the kernel.
     """
-    flat, copied_back = _in_one_order(operands)
-    tensors = [
-        number
-        for tensor in flat
-        for number in ((0, 0) if tensor is None else (tensor.data_ptr(), TYPE_NUMBERS[tensor.dtype]))
-    ]
+    copied_back: list[tuple[torch.Tensor, torch.Tensor]] = []
+    kept: list[Any] = []  # copies, until the kernel has used them
+    tensors: list[int] = []
+    numels: list[int] = []
+    for operands in updates:
+        flat = _in_one_order(operands, copied_back)
+        kept.append(flat)
+        numels.append(flat[0].numel())
+        for tensor in flat:
+            tensors += (0, 0) if tensor is None else (tensor.data_ptr(), TYPE_NUMBERS[tensor.dtype])
     level = _level(native.levels())
-    native.update(tuple(tensors), flat[0].numel(), tuple(map(float, values)), level, torch.get_num_threads())
+    native.update(tuple(tensors), tuple(numels), tuple(map(float, values)), level, torch.get_num_threads())
     for tensor, copy in copied_back:
         tensor.copy_(copy)
 
 
 def _in_one_order(
-    operands: Sequence[torch.Tensor | None],
-) -> tuple[list[torch.Tensor | None], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The operands with their elements in the same order in memory and nothing between them.
+    operands: Sequence[torch.Tensor | None], copied_back: list[tuple[torch.Tensor, torch.Tensor]]
+) -> Sequence[torch.Tensor | None]:
+    """The operands with their elements in the same order in memory and nothing between them; as copies if need be.
 
-    Returns:
-        the operands, some of them as copies; and the pairs of those that are written to with their copies.
+    Args:
+        copied_back: receives each tensor that must be written to, with its copy.
     """
     present = [tensor for tensor in operands if tensor is not None]
     if all(tensor.is_contiguous() for tensor in present):
-        return list(operands), []
+        return operands
     first = present[0]
-    order = sorted(range(first.dim()), key=first.stride, reverse=True)  # of the largest, where memory is without gaps
+    order = sorted(range(first.dim()), key=first.stride, reverse=True)  # in which a tensor without gaps is contiguous
     if all(tensor.permute(order).is_contiguous() for tensor in present):
-        return list(operands), []
+        return operands
     flat = [None if tensor is None else tensor.contiguous() for tensor in operands]
-    copies = [
-        (tensor, copy)
-        for index, (tensor, copy) in enumerate(zip(operands, flat))
-        if tensor is not copy and index != 1 and tensor is not None
-    ]
-    return flat, copies
+    for index, (tensor, copy) in enumerate(zip(operands, flat)):
+        if tensor is not None and copy is not tensor and index != _GRADIENT:
+            copied_back.append((tensor, copy))
+    return flat
 
 
 def _level(levels: tuple[str, ...]) -> int:

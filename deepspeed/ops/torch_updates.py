@@ -110,7 +110,9 @@ def lion(update: TensorUpdate, numbers: StepNumbers) -> None:
     for part in chunks(update):
         chunk = _Chunk(part, numbers.grad_scale)
         grad, (exp_avg,) = chunk.gradient(), chunk.states
-        direction = torch.lerp(exp_avg, grad, 1.0 - beta1).sign_()
+        direction = torch.lerp(exp_avg, grad, 1.0 - beta1)
+        # torch gives a NaN the sign 0: the weight would stand still from then on, unnoticed.
+        direction = torch.where(direction.isnan(), direction, direction.sign())
         chunk.param.mul_(_like(1.0 - numbers.lr * numbers.weight_decay, chunk))
         chunk.param.sub_(direction.mul_(_like(numbers.lr, chunk)))
         exp_avg.lerp_(grad, 1.0 - beta2)

@@ -2,12 +2,11 @@
 """Adagrad for parameters in host memory."""
 
 from collections.abc import Iterable
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from deepspeed.ops.cpu_optimizer import CPUOptimizer, run_kernel
+from deepspeed.ops.cpu_optimizer import CPUOptimizer
 from deepspeed.ops.fused_kernels import StepNumbers, TensorUpdate
 from deepspeed.ops.fused_optimizer import check_numbers
 from deepspeed.ops.torch_updates import chunks
@@ -16,8 +15,7 @@ from deepspeed.ops.torch_updates import chunks
 class DeepSpeedCPUAdagrad(CPUOptimizer):
     """Adagrad as ``torch.optim.Adagrad`` computes it, in one pass over host memory.
 
-    State dictionaries can be exchanged with its. A group that came from there may have ``lr_decay`` and
-    ``initial_accumulator_value``.
+    State dictionaries can be exchanged with its. Groups may have its ``lr_decay`` and ``initial_accumulator_value``.
 
     Args:
         model_params: parameters, or groups of them, on the CPU; fp32, bf16 or fp16 (others by torch's operations).
@@ -45,31 +43,33 @@ class DeepSpeedCPUAdagrad(CPUOptimizer):
         check_numbers("DeepSpeedCPUAdagrad", lr=lr, eps=eps, weight_decay=weight_decay)
         if amsgrad:
             raise ValueError("DeepSpeedCPUAdagrad: amsgrad=True has no meaning for Adagrad, whose sum never shrinks")
-        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "amsgrad": False}
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            # torch.optim.Adagrad wants to find them in a state dictionary.
+            "lr_decay": 0.0,
+            "initial_accumulator_value": 0.0,
+        }
         super().__init__(model_params, defaults, fp32_optimizer_states)
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("sum",)
 
     def _initial_value(self, name: str, group: dict[str, Any]) -> float:
-        return group.get("initial_accumulator_value", 0.0)
+        return group["initial_accumulator_value"]
 
     def _rate(self, update: TensorUpdate, numbers: StepNumbers, group: dict[str, Any]) -> float:
-        return numbers.lr / (1 + (float(update.step) - 1) * group.get("lr_decay", 0.0))
+        return numbers.lr / (1 + (float(update.step) - 1) * group["lr_decay"])
 
     def _run_torch(self, update: TensorUpdate, numbers: StepNumbers, group: dict[str, Any]) -> None:
         rate = self._rate(update, numbers, group)
         for part in chunks(update):
             _step_in_torch(part, numbers, rate)
 
-    def _run_native(
-        self, native: ModuleType, update: TensorUpdate, numbers: StepNumbers, group: dict[str, Any]
-    ) -> None:
-        run_kernel(
-            native,
-            [update.param, update.grad, update.states[0], update.low],
-            [self._rate(update, numbers, group), numbers.eps, numbers.weight_decay, numbers.grad_scale],
-        )
+    def _values(self, update: TensorUpdate, numbers: StepNumbers, group: dict[str, Any]) -> list[float]:
+        return [self._rate(update, numbers, group), numbers.eps, numbers.weight_decay, numbers.grad_scale]
 
 
 def _step_in_torch(update: TensorUpdate, numbers: StepNumbers, rate: float) -> None:

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam and AdamW for parameters in host memory."""
 
-import math
 from collections.abc import Callable, Iterable
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from deepspeed.ops.cpu_optimizer import CPUOptimizer, run_kernel
+from deepspeed.ops.cpu_optimizer import CPUOptimizer
 from deepspeed.ops.fused_kernels import StepNumbers, TensorUpdate
 from deepspeed.ops.fused_optimizer import check_betas, check_numbers
-from deepspeed.ops.torch_updates import adam
+from deepspeed.ops.torch_updates import adam, bias_corrections
 
 
 class DeepSpeedCPUAdam(CPUOptimizer):
@@ -77,7 +75,7 @@ class DeepSpeedCPUAdam(CPUOptimizer):
             raise IndexError(f"DeepSpeedCPUAdam has {len(entries)} parameters, and none at {subgroup_id}")
         parameter, group = entries[subgroup_id]
         if parameter.grad is not None:
-            self.step_flat(parameter, parameter.grad, self.state[parameter], group)
+            self._step_parameters([parameter], group)
         return loss
 
     def rollback_subgroup(self, sub_group_id: int, closure: Callable[[], Any] | None = None) -> Any:
@@ -98,27 +96,13 @@ class DeepSpeedCPUAdam(CPUOptimizer):
     def _run_torch(self, update: TensorUpdate, numbers: StepNumbers, group: dict[str, Any]) -> None:
         adam(update, numbers, decoupled=self.adam_w_mode)
 
-    def _run_native(
-        self, native: ModuleType, update: TensorUpdate, numbers: StepNumbers, group: dict[str, Any]
-    ) -> None:
+    def _operands(self, update: TensorUpdate) -> list[torch.Tensor | None]:
+        largest = update.states[2] if len(update.states) == 3 else None
+        return [update.param, update.grad, *update.states[:2], largest, update.low]
+
+    def _values(self, update: TensorUpdate, numbers: StepNumbers, group: dict[str, Any]) -> list[float]:
         beta1, beta2 = numbers.betas
-        first = second = 1.0
-        if numbers.bias_correction:
-            count = float(update.step)
-            first, second = 1.0 - beta1**count, math.sqrt(1.0 - beta2**count)
-        largest = update.states[2] if group["amsgrad"] else None
-        run_kernel(
-            native,
-            [update.param, update.grad, update.states[0], update.states[1], largest, update.low],
-            [
-                numbers.lr,
-                beta1,
-                beta2,
-                numbers.eps,
-                numbers.weight_decay,
-                self.adam_w_mode,
-                first,
-                second,
-                numbers.grad_scale,
-            ],
-        )
+        first, second = bias_corrections(update.step, numbers.betas, numbers.bias_correction)
+        decoupled = float(self.adam_w_mode)
+        scale = numbers.grad_scale
+        return [numbers.lr, beta1, beta2, numbers.eps, numbers.weight_decay, decoupled, first, second, scale]

@@ -2,10 +2,9 @@
 """Lion for parameters in host memory."""
 
 from collections.abc import Iterable
-from types import ModuleType
 from typing import Any
 
-from deepspeed.ops.cpu_optimizer import CPUOptimizer, run_kernel
+from deepspeed.ops.cpu_optimizer import CPUOptimizer
 from deepspeed.ops.fused_kernels import StepNumbers, TensorUpdate
 from deepspeed.ops.fused_optimizer import check_betas, check_numbers
 from deepspeed.ops.torch_updates import lion
@@ -45,11 +44,5 @@ class DeepSpeedCPULion(CPUOptimizer):
     def _run_torch(self, update: TensorUpdate, numbers: StepNumbers, group: dict[str, Any]) -> None:
         lion(update, numbers)
 
-    def _run_native(
-        self, native: ModuleType, update: TensorUpdate, numbers: StepNumbers, group: dict[str, Any]
-    ) -> None:
-        run_kernel(
-            native,
-            [update.param, update.grad, update.states[0], update.low],
-            [numbers.lr, *numbers.betas, numbers.weight_decay, numbers.grad_scale],
-        )
+    def _values(self, update: TensorUpdate, numbers: StepNumbers, group: dict[str, Any]) -> list[float]:
+        return [numbers.lr, *numbers.betas, numbers.weight_decay, numbers.grad_scale]
