@@ -48,12 +48,12 @@ def abandon(save_dir: str, tag: str) -> None:
         shutil.rmtree(staging)
 
 
-def finish(save_dir: str, tag: str, save: str, sizes: dict[str, int]) -> None:
+def finish(save_dir: str, tag: str, sizes: dict[str, int], save: str = "") -> None:
     """All files are written: give their folder its name.
 
     Args:
-        save: which save this is part of, where nodes have folders of their own; empty otherwise.
         sizes: bytes of each file.
+        save: which save this is part of, where nodes have folders of their own.
     """
     staging, replaced, target = staging_folder(save_dir, tag), _beside(save_dir, tag, REPLACED), _target(save_dir, tag)
     storage.write_manifest(staging, sizes, save)

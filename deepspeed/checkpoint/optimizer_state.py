@@ -215,36 +215,66 @@ def read_whole_state(
         weights: of the model, which are the masters where the file has none (fp32 models).
     """
     inner = optimizer.get("optimizer_state_dict", optimizer)
-    masters = optimizer.get("fp32_groups")
-    if "fp32_groups_flat" in optimizer:
-        masters = [
-            list(flat.split([shapes[name].numel() for name in group]))
-            for flat, group in zip(optimizer["fp32_groups_flat"], names)
-        ]
+    _check_groups(inner["param_groups"], names, "fp32_groups_flat" in optimizer)
     parameters: dict[str, SavedParameter] = {}
     for g, group in enumerate(names):
-        if len(inner["param_groups"]) <= g or len(inner["param_groups"][g]["params"]) != len(group):
-            raise CheckpointError(
-                "the saved optimizer has other parameter groups (sizes"
-                f" {[len(saved['params']) for saved in inner['param_groups']]}) than this one"
-                f" ({[len(names_of) for names_of in names]})"
-            )
-        for position, (name, index) in enumerate(zip(group, inner["param_groups"][g]["params"])):
-            elementwise: dict[str, torch.Tensor] = {}
-            scalars: dict[str, Any] = {}
+        indices = inner["param_groups"][g]["params"]
+        if "fp32_groups_flat" in optimizer and group:
+            flat = optimizer["fp32_groups_flat"][g].reshape(-1)
+            if len(indices) == 1:
+                parameters |= _parts_of_flat(flat, inner["state"].get(indices[0], {}), group, shapes)
+                continue
+            masters = list(flat.split([shapes[name].numel() for name in group]))
+        elif "fp32_groups" in optimizer:
+            masters = optimizer["fp32_groups"][g]
+        else:
+            masters = None if weights is None else [weights[name] for name in group]
+        for position, (name, index) in enumerate(zip(group, indices)):
+            numel = shapes[name].numel()
+            elementwise, scalars = _split_entries(inner["state"].get(index, {}), numel)
             if masters is not None:
-                elementwise[MASTER] = masters[g][position].reshape(-1)
-            elif weights is not None:
-                elementwise[MASTER] = weights[name].reshape(-1)
-            for key, value in inner["state"].get(index, {}).items():
-                if isinstance(value, torch.Tensor) and value.numel() == shapes[name].numel() and key != "step":
-                    elementwise[key] = value.reshape(-1)
-                else:
-                    scalars[key] = value
-            whole = SavedRange(0, shapes[name].numel(), 0, elementwise)
-            parameters[name] = SavedParameter(shapes[name], [whole], scalars)
+                elementwise[MASTER] = masters[position].reshape(-1)
+            parameters[name] = SavedParameter(shapes[name], [SavedRange(0, numel, 0, elementwise)], scalars)
     scaler = {key: value for key, value in optimizer.items() if key in _SCALER_KEYS}
     return SavedState(parameters, settings_of(inner["param_groups"]), scaler or None)
+
+
+def _check_groups(saved: list[dict[str, Any]], names: list[list[str]], flat: bool) -> None:
+    """CheckpointError for other parameter groups than ``names``; of flat ones each has one parameter."""
+    sizes, own = [len(group["params"]) for group in saved], [len(group) for group in names]
+    if len(sizes) < len(own) or any(one != other and not (flat and one == 1) for one, other in zip(sizes, own)):
+        raise CheckpointError(f"the saved optimizer has other parameter groups (sizes {sizes}) than this one ({own})")
+
+
+def _split_entries(state: dict[str, Any], numel: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Entries with one value per element, flattened, and the others."""
+    elementwise: dict[str, torch.Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.numel() == numel and key != "step":
+            elementwise[key] = value.reshape(-1)
+        else:
+            scalars[key] = value
+    return elementwise, scalars
+
+
+def _parts_of_flat(
+    master: torch.Tensor, state: dict[str, Any], names: list[str], shapes: Mapping[str, torch.Size]
+) -> dict[str, SavedParameter]:
+    """Parameters that lie end to end in one flat master and its state."""
+    elementwise, scalars = _split_entries(state, master.numel())
+    elementwise[MASTER] = master
+    parameters, position = {}, 0
+    for name in names:
+        numel = shapes[name].numel()
+        part = SavedRange(0, numel, position, elementwise)
+        parameters[name] = SavedParameter(shapes[name], [part], dict(scalars))
+        position += numel
+    if position > master.numel():
+        raise CheckpointError(
+            f"the flat master of {names[:3]}... has {master.numel()} elements, and they have {position}"
+        )
+    return parameters
 
 
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "scale_window", "scale_factor")

@@ -108,7 +108,7 @@ class EngineCheckpoint(EngineLoading):
             folders.staging_folder(info.save_dir, info.tag),
             rank=channel.rank,
             leads=sharing.leads,
-            finish=partial(folders.finish, info.save_dir, info.tag, sharing.save),
+            finish=partial(folders.finish, info.save_dir, info.tag, save=sharing.save),
             abandon=partial(folders.abandon, info.save_dir, info.tag),
             owner=id(self),
         )

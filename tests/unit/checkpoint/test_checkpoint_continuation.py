@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from unit.checkpoint.checkpoint_cases import (
     KeptModel,
     differences,
     everything,
     fresh,
+    groups_of,
     make_config,
     make_engine,
     micro_batch,
@@ -22,6 +24,10 @@ from unit.checkpoint.checkpoint_cases import (
 from unit.common import DistributedTest
 
 STAGES = [0, 1, 2, 3]
+
+
+class FusedAdam(torch.optim.AdamW):
+    """Makes the engine keep the masters in one tensor; it is known by its name."""
 
 
 def check_continuation(
@@ -89,6 +95,34 @@ class TestContinuation(DistributedTest):
             second.load_checkpoint(f"{tmpdir}/{stage}")
             assert differences(everything(second), expected) == []
             assert train(second, 3, 3) == seen
+
+    def test_masters_in_one_tensor(self, tmpdir):
+        """A fused Adam at stage 0: masters and state of a group end to end, as DeepSpeed writes them."""
+        for dtype in ("bf16", "fp16"):
+            folder, engines = f"{tmpdir}/{dtype}", []
+            for seed in (0, 99):
+                model = KeptModel(seed)
+                optimizer = FusedAdam(groups_of(model), lr=0.1, betas=(0.8, 0.95))
+                engines.append(make_engine(make_config(0, dtype), model=model, optimizer=optimizer))
+            first, second = engines
+            assert type(first.optimizer) is FP16_Optimizer
+            train(first, 0, 5)
+            first.save_checkpoint(folder)
+            expected = everything(first)
+            saved = torch.load(f"{folder}/global_step5/mp_rank_00_model_states.pt", weights_only=False)["optimizer"]
+            sizes = [sum(p.numel() for p in group) for group in first.optimizer.fp32_groups]
+            assert [flat.shape for flat in saved["fp32_groups_flat"]] == [(size,) for size in sizes]
+            assert "fp32_groups" not in saved and saved["clip_grad"] == 0.5 and ("cur_scale" in saved)
+            inner = saved["optimizer_state_dict"]
+            assert [group["params"] for group in inner["param_groups"]] == [[0], [1], []]
+            assert [inner["state"][index]["exp_avg"].shape for index in (0, 1)] == [(size,) for size in sizes[:2]]
+            second.load_checkpoint(folder)
+            assert differences(everything(second), expected) == []
+            assert train(second, 5, 2) == train(first, 5, 2)
+            other = fresh(make_config(1, dtype))
+            other.load_checkpoint(folder)
+            found = everything(other)
+            assert not [key for key in differences(found, expected) if key.startswith(("master", "exp_avg"))]
 
     def test_a_checkpoint_from_before_the_first_step(self, tmpdir):
         """Loaded into an engine that has stepped, whose optimizer state must go."""
