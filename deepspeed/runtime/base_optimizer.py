@@ -344,6 +344,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self.compute_grad_norm = compute_grad_norm
         self.mpu = mpu
         self.overflow = False
+        self.stopped_at_floor = False  # the last step raised since no loss scale could have helped; its window is over
         self.custom_loss_scaler = False
         self.external_loss_scale: float | None = None
         self._frozen = frozen
@@ -367,7 +368,9 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         Raises:
             RuntimeError: no backward was run in this window, or a parameter was unfrozen after the engine was made.
             GradientAccountingError: the gradients of the window are incomplete or unusable.
+            Exception: they overflowed at the smallest loss scale; they are dropped, and the window is over.
         """
+        self.stopped_at_floor = False
         if closure is not None:
             raise NotImplementedError("step(closure): gradients come from backward before the step, not from a closure")
         self.backward_state.close_unannounced()
@@ -396,12 +399,17 @@ class ZeROOptimizer(DeepSpeedOptimizer):
                 self._update(shards, self._clip_factor(norm))
             forget_autocast_copies()
         self.reducer.start_window()
+        self._window_ended()
         if self.custom_loss_scaler:
             return
         if self.overflow and self.loss_scaler.is_exhausted():
+            self.stopped_at_floor = True
             self.loss_scaler.update_scale(True, culprits)  # raises
         else:
             self.loss_scaler.update_scale(self.overflow)
+
+    def _window_ended(self) -> None:
+        """Gradients of the window were used or dropped."""
 
     def _check_window(self) -> None:
         """What else must hold before gradients are used. Every rank is here, and none still reduces. Collective."""

@@ -257,6 +257,8 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
         Raises:
             RuntimeError: at a boundary without a backward since the last one.
             AssertionError: inside ``no_sync()`` or without an optimizer.
+            Exception: gradients overflowed at the smallest loss scale. The window is over and counts as skipped;
+                training can go on, if what made the gradients infinite has gone.
         """
         stepper = self._require_stepper("step")
         stepper.require_states("engine.step()", "step")
@@ -278,24 +280,34 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
 
     def _take_step(self, stepper: ZeROOptimizer, lr_kwargs: dict[str, Any]) -> None:
         backwards = stepper.reducer.ledger.backwards
-        stepper.step()
-        self._global_grad_norm = stepper._global_grad_norm
-        self._forget_unmanaged_gradients()
-        if stepper.overflow:
-            self.skipped_steps += 1
-        else:
+        try:
+            stepper.step()
+        except Exception:
+            if stepper.stopped_at_floor:
+                # The window is over and its step skipped: who goes on after this begins with a window of its own.
+                self._count_step(stepper, backwards)
+                self.schedule.micro_steps += 1
+            raise
+        samples = self._count_step(stepper, backwards)
+        if not stepper.overflow:
             self._step_applied = True
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
-        self.global_steps += 1
-        managed = self.schedule.managed
-        per_backward = self.train_micro_batch_size_per_gpu() * self.dp_world_size
-        samples = self.train_batch_size() if managed else per_backward * backwards
-        self.global_samples += samples
-        self.tput_timer.batch_size = samples
         self._step_events.write(self, samples, backwards)
         self._report_progress()
         self._complete_written_save()
+
+    def _count_step(self, stepper: ZeROOptimizer, backwards: int) -> int:
+        """A window of so many backwards is over; its samples on all ranks."""
+        self._global_grad_norm = stepper._global_grad_norm
+        self._forget_unmanaged_gradients()
+        self.skipped_steps += stepper.overflow
+        self.global_steps += 1
+        per_backward = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        samples = self.train_batch_size() if self.schedule.managed else per_backward * backwards
+        self.global_samples += samples
+        self.tput_timer.batch_size = samples
+        return samples
 
     def _forget_unmanaged_gradients(self) -> None:
         """Gradients of parameters that no optimizer updates must not pile up."""

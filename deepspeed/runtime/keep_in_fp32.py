@@ -56,12 +56,6 @@ def buffers_to_keep_in_fp32(
     """Names and floating-point buffers that ``pattern`` matches."""
     if pattern is None:
         return
-    for name, buffer in module.named_buffers():
+    for name, buffer in module.named_buffers(remove_duplicate=False):
         if buffer.is_floating_point() and pattern.search(name):
             yield name, buffer
-
-
-def keep_buffers_in_fp32(module: torch.nn.Module, pattern: "re.Pattern[str] | None") -> None:
-    """Bring the buffers that ``pattern`` matches to fp32, in place."""
-    for _, buffer in buffers_to_keep_in_fp32(module, pattern):
-        buffer.data = buffer.data.float()

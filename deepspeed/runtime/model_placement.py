@@ -8,7 +8,11 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern, parameters_to_keep_in_fp32
+from deepspeed.runtime.keep_in_fp32 import (
+    buffers_to_keep_in_fp32,
+    keep_in_fp32_pattern,
+    parameters_to_keep_in_fp32,
+)
 from deepspeed.runtime.parameter_handover import refuse_shared_memory
 from deepspeed.runtime.utils import map_tensors
 from deepspeed.runtime.zero.optimizer_offload import shard_memory
@@ -93,11 +97,14 @@ def _dtypes(model: torch.nn.Module, config: DeepSpeedConfig) -> Callable[[torch.
 
 
 def _cast_buffers(model: torch.nn.Module, config: DeepSpeedConfig) -> None:
-    """Buffers that are kept in fp32 stay what they are."""
-    if config.buffer_dtype is not None:
-        for buffer in model.buffers():
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.to(config.buffer_dtype)
+    """Bring floating-point buffers to ``buffer_dtype``, but for those of parts that are kept in fp32."""
+    if config.buffer_dtype is None:
+        return
+    pattern = keep_in_fp32_pattern(model, config.keep_in_fp32_modules, model_dtype(config))
+    kept = {buffer for _, buffer in buffers_to_keep_in_fp32(model, pattern)}
+    for buffer in model.buffers():
+        if buffer.is_floating_point() and buffer not in kept:
+            buffer.data = buffer.data.to(config.buffer_dtype)
 
 
 @torch.no_grad()

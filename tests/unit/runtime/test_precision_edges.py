@@ -173,10 +173,12 @@ class TestOverflow(DistributedTest):
                 for name, weight in weights_of(engine.module).items():
                     assert torch.equal(weight, before[name]), f"stage {stage}: {name}"
                 assert not engine.was_step_applied() and engine.optimizer.overflow
-                if gas == 1:
-                    cases.check_window(engine, "fp16", note=f"stage {stage}: after the error")
-                    engine.step()
-                    assert engine.was_step_applied() and not engine.optimizer.overflow
+                assert (engine.micro_steps, engine.global_steps, engine.skipped_steps) == (2 * gas, 2, 2)
+                assert engine.global_samples == 2 * engine.train_batch_size()
+                cases.check_window(engine, "fp16", note=f"stage {stage}: after the error")
+                engine.step()
+                assert engine.was_step_applied() and not engine.optimizer.overflow
+                assert (engine.micro_steps, engine.skipped_steps) == (3 * gas, 2)
                 engine.destroy()
 
     @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

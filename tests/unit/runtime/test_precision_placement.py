@@ -220,6 +220,11 @@ class TestPartsInFp32(DistributedTest):
                 assert engine.module.angles.dtype is dtype and engine.module.count.dtype is torch.int64
                 train(engine, inputs(BF16))
             assert torch.equal(make_engine(stage, bf16={"enabled": True}).module.angles, torch.arange(6.0) / 512)
+            model = Recording()
+            model.norm.register_buffer("ranges", torch.arange(3.0) / 512)
+            types = {"buffer_dtype": "bf16", "keep_in_fp32_modules": ["norm"]}
+            module = make_engine(stage, model, bf16={"enabled": True}, data_types=types).module
+            assert (module.norm.ranges.dtype, module.angles.dtype) == (FP32, BF16), stage
 
     def test_auto_cast_brings_inputs_to_fp16(self) -> None:
         for stage in STAGES:
