@@ -142,13 +142,18 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="deepspeed [options] user_script [user_args...]",
     )
+    add_arguments(parser)
+    return parser.parse_args(args=args)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """All options of the launcher, the script and its arguments."""
     _add_resource_arguments(parser)
     _add_launcher_arguments(parser)
     _add_rank_arguments(parser)
     _add_elastic_arguments(parser)
     parser.add_argument("user_script", type=str, help="script to run, followed by its arguments")
     parser.add_argument("user_args", nargs=argparse.REMAINDER)
-    return parser.parse_args(args=args)
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:

@@ -115,17 +115,22 @@ class ReplicatedOptimizer(ZeROOptimizer):
         """Take the published gradients back, with whatever was edited in them."""
         if not self._published:
             return
+        self._note_edits()
         for record, view in self._gradient_views():
             parameter = record.parameter
             shown, version = self._published[record]
-            if parameter.grad is not shown or shown._version != version:
-                self.gradient_edited(parameter)
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad is not shown or (shown._version != version and shown.data_ptr() != view.data_ptr()):
                 view.copy_(parameter.grad)
             parameter.grad = None
         self._published = {}
+
+    def _note_edits(self) -> None:
+        """What the caller wrote is not to be compared. All views of fp32 gradients share one version."""
+        for record, (shown, version) in self._published.items():
+            if record.parameter.grad is not shown or shown._version != version:
+                self.gradient_edited(record.parameter)
 
     def settle_gradients(self) -> None:
         super().settle_gradients()

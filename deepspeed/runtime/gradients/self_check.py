@@ -102,6 +102,28 @@ class StepReport:
         return "\n".join(lines)
 
 
+class Observer:
+    """Is told what the gradient checks of this process do; ``ds_grad_check`` is one. Does nothing by itself."""
+
+    def on_engine(self, engine: Any, check: GradientCheck) -> None:
+        """An engine was made whose updates are checked."""
+
+    def on_window(self, check: GradientCheck, checked: bool) -> None:
+        """A window begins; whether the update that it leads to is checked."""
+
+    def on_drop(self, check: GradientCheck) -> None:
+        """The gradients of the window were dropped."""
+
+    def on_compare(self, check: GradientCheck, comparator: Comparator) -> None:
+        """The window was compared; what the optimizer steps with is at hand. Every rank is here."""
+
+    def on_report(self, check: GradientCheck, report: StepReport) -> None:
+        """What came of it; the same on every rank."""
+
+
+OBSERVERS: list[Observer] = []
+
+
 class GradientCheck:
     """Checks the updates of one engine that the config asks for.
 
@@ -129,7 +151,6 @@ class GradientCheck:
         self.accumulation_steps = accumulation_steps
         self.micro_steps = micro_steps
         self.checked = 0  # updates so far
-        self.on_report: Callable[[StepReport], None] | None = None
         self._optimizer = weakref.ref(optimizer)
         self._update = 0  # the one that this window leads to
         self._first_micro_step = 0
@@ -162,15 +183,20 @@ class GradientCheck:
         self._update = updates + 1
         self._first_micro_step = self.micro_steps()
         finished = self.config.steps is not None and self.checked >= self.config.steps
-        if updates % self.config.every == 0 and not finished:
+        due = updates % self.config.every == 0 and not finished
+        if due:
             self.record.clear()
             self.record.attach()
         elif self.record.attached:
             self.record.detach()
+        for observer in OBSERVERS:
+            observer.on_window(self, due)
 
     def drop(self) -> None:
         """The caller dropped the window (``zero_grad``)."""
         self.record.clear()
+        for observer in OBSERVERS:
+            observer.on_drop(self)
 
     def gradient_edited(self, parameter: torch.nn.Parameter) -> None:
         """The caller wrote this parameter's gradient: it is not compared in this window."""
@@ -199,6 +225,8 @@ class GradientCheck:
         if not self.record.attached:
             return
         report = self._report(self._optimizer(), shards, norm, overflow)
+        for observer in OBSERVERS:
+            observer.on_report(self, report)
         self.checked += 1
         self.record.clear()
         self._tell(report)
@@ -213,6 +241,8 @@ class GradientCheck:
             entries, target.ranges, roundings, self.group, self.mean, replicated, self.accumulation_steps()
         )
         comparisons = comparator.run()
+        for observer in OBSERVERS:
+            observer.on_compare(self, comparator)
         for comparison in comparisons:
             comparison.allowed = self.config.tolerance or comparison.allowed
         problems = self._padding(target.padding) + self._norm(optimizer, comparisons, norm, overflow)
@@ -269,8 +299,6 @@ class GradientCheck:
                 f" wrote their gradients ({', '.join(edited[:SHOWN])})",
                 ranks=[0],
             )
-        if self.on_report is not None:
-            self.on_report(report)
         if report.right:
             return
         if self.config.on_mismatch == "raise":

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -63,6 +63,8 @@ class BackwardCalls:
         self._next: BackwardCall | None = None  # announced, about to begin
         self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._real: Callable[..., Any] | None = None
+        # told the roots of each backward that begins
+        self.before_call: dict[object, Callable[[Sequence[torch.Tensor]], None]] = {}
 
     # ------------------------------------------------------------------ watching
 
@@ -85,6 +87,8 @@ class BackwardCalls:
         if self.current is not None:
             return self._real(*args, **kwargs)
         call, self._next = self._next or BackwardCall(PLAIN), None
+        for follow in self.before_call.values():
+            follow(_roots(*args, **kwargs))
         self.current = call
         completed = False
         try:
@@ -119,11 +123,24 @@ class BackwardCalls:
             if handle is not None:
                 handle.remove()
 
+    @contextmanager
+    def repeating(self, call: BackwardCall) -> Iterator[None]:
+        """The backward inside counts like ``call``."""
+        self._next = call
+        try:
+            yield
+        finally:
+            self._next = None
+
     def scaled(self, factor: float) -> None:
         """The running backward is that of a loss which ``engine.scale`` multiplied by ``factor``."""
         call = self.current
         if call is not None and not call.announced and call.route == PLAIN:
             call.route, call.factor = SCALED, factor
+
+
+def _roots(tensors: Any, *_: Any, **__: Any) -> Sequence[torch.Tensor]:
+    return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
 
 
 CALLS = BackwardCalls()

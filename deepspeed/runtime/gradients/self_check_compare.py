@@ -2,9 +2,9 @@
 """Element by element: what the optimizer is about to see against the plain mean of what autograd delivered.
 
 The record is averaged by all-reduces of its own, in fp32 or wider, in the order of the parameters. An element may
-differ from the mean by a share of its *mass*, the mean of the absolute values of its contributions: their sum may be small by
-cancellation, but the rounding of each on its way is not. The share follows from the dtypes and the number of roundings
-on the way, and holds for every element, so that a correct reduction is never reported.
+differ from the mean by a share of its *mass*, the mean of the absolute values of its contributions: their sum may be
+small by cancellation, but the rounding of each on its way is not. The share follows from the dtypes and the number of
+roundings on the way, and holds for every element, so that a correct reduction is never reported.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Comparison:
         factor: least-squares factor between what is there and what should be; None where that is zero.
         residual: what the factor leaves, as a share of what should be.
         missing: elements that no rank steps on (negative: that too many do).
+        distance: norm of the difference as a share of the norm of the mass.
         squares: sums of squares of what should be, and of its mass.
     """
 
@@ -89,6 +90,7 @@ class Comparison:
     factor: float | None
     residual: float
     missing: int
+    distance: float
     squares: tuple[float, float]
 
     @property
@@ -144,6 +146,12 @@ class Comparator:
         self.replicated = replicated
         self.accumulation_steps = accumulation_steps
         self.device = entries[0].parameter.device if entries else torch.device("cpu")
+
+    def of(self, entries: Sequence[ParameterEntry]) -> Comparator:
+        """The same step compared with other records of the same parameters, in the same order."""
+        ranges = {new.parameter: self.ranges.get(old.parameter, []) for old, new in zip(self.entries, entries)}
+        mean = self.divisor == self.world_size
+        return Comparator(entries, ranges, self.roundings, self.group, mean, self.replicated, self.accumulation_steps)
 
     def run(self) -> list[Comparison]:
         """All comparisons, the same on every rank."""
@@ -236,7 +244,7 @@ class Comparator:
             end = min(begin + CHUNK, actual.numel())
             ids = torch.bucketize(torch.arange(begin, end, device=device), ends, right=True)
             is_, should, mass, own = (t[begin:end] for t in (actual, averaged.value, averaged.mass, mine))
-            error = _errors(is_, should, mass, floors[ids], overflows[ids]) * own
+            error = torch.where(own, _errors(is_, should, mass, floors[ids], overflows[ids]), 0.0)
             shown = torch.where(own & torch.isfinite(is_) & torch.isfinite(should), 1.0, 0.0).double()
             is_, should = (torch.nan_to_num(t.double()) * shown for t in (is_, should))
             masses = torch.nan_to_num(mass.double()) * own
@@ -278,4 +286,7 @@ def _comparison(entry: ParameterEntry, error: float, allowed: float, row: list[f
     factor = product / square if square > 0 else None
     left = max(0.0, other - (factor or 0.0) * product)
     residual = (left / square) ** 0.5 if square > 0 else float("inf")
-    return Comparison(entry, error, allowed, factor, residual, entry.numel - round(covered), (square, mass))
+    apart = max(0.0, other - 2.0 * product + square)
+    distance = (apart / mass) ** 0.5 if mass > 0 else 0.0 if apart == 0 else float("inf")
+    missing = entry.numel - round(covered)
+    return Comparison(entry, error, allowed, factor, residual, missing, distance, (square, mass))

@@ -60,8 +60,8 @@ def _from_environment(text: str) -> dict[str, Any]:
             advice = f"; did you mean {near!r}?" if near else ""
             raise DeepSpeedConfigValueError(
                 f"environment variable {ENVIRONMENT}={text!r}: {part!r} is not key=value with a key of the config"
-                f" section {GRADIENT_CHECK!r} ({', '.join(GradientCheckConfig.model_fields)}){advice}. Write 1, 0 or for"
-                " example every=100,on_mismatch=warn,parameters=encoder.*|head.*"
+                f" section {GRADIENT_CHECK!r} ({', '.join(GradientCheckConfig.model_fields)}){advice}. Write 1, 0 or"
+                " for example every=100,on_mismatch=warn,parameters=encoder.*|head.*"
             )
         values[key] = value.split("|") if key == "parameters" else value
     return values

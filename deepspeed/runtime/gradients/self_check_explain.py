@@ -122,7 +122,7 @@ class Explainer:
             return "elements are not finite where autograd's are, or the reverse"
         (_, place, is_, expected), _ = max(everyone, key=lambda item: item[0][0])
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), entry.shape)) if entry.shape else ()
-        total = sum(wrong for _, wrong in everyone) // (len(everyone) if self.comparator.replicated else 1)
+        total = (max if self.comparator.replicated else sum)(wrong for _, wrong in everyone)
         return (
             f"{total} of {entry.numel} elements, on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}; element"
             f" {list(index)} is {is_:.6g} and should be {expected:.6g}"

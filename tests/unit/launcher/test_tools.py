@@ -25,7 +25,7 @@ def test_every_command_is_installed_and_its_function_exists():
     from setuptools.config.pyprojecttoml import load_file
 
     scripts = load_file(ROOT / "pyproject.toml")["project"]["scripts"]
-    names = "deepspeed deepspeed.pt ds ds_report dsr ds_ssh ds_bench ds_elastic ds_io ds_nvme_tune"
+    names = "deepspeed deepspeed.pt ds ds_report dsr ds_ssh ds_bench ds_elastic ds_grad_check ds_io ds_nvme_tune"
     assert set(scripts) == set(names.split())
     for entry in scripts.values():
         module, _, function = entry.partition(":")
