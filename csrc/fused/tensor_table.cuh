@@ -22,7 +22,7 @@ constexpr int VECTOR = 4;  // elements that a thread loads at once
 
 // How a kernel is spread over the device; chosen by measurement, see docs/optimizers.md.
 constexpr int THREADS = 256;
-constexpr int UNROLL = 2;  // vectors that a thread has in flight, of each tensor
+constexpr int UNROLL = 1;  // vectors that a thread has in flight, of each tensor
 constexpr int ROUNDS = 1;  // times a thread does that
 constexpr int64_t CHUNK = int64_t(THREADS) * VECTOR * UNROLL * ROUNDS;
 

@@ -507,8 +507,9 @@ class TestEveryKeyHasItsEffect(DistributedTest):
             ("AdamW", {"learning_rate": 0.1}, "optimizer.params.learning_rate'.*AdamW: it takes lr, "),
             ("Adam", {"weight_decays": 0.1}, "optimizer.params.weight_decays'.*did you mean 'weight_decay'"),
             ("SGD", {"adam_w_mode": True}, "optimizer.params.adam_w_mode' is no argument of SGD"),
-            ("Adam", {"fp32_optimizer_states": False}, "optimizer.params.fp32_optimizer_states false is not built"),
-            ("AdamW", {"bias_correction": False}, "optimizer.params.bias_correction false is not built"),
+            ("Muon", {"per_head_muon": True}, "optimizer.params.per_head_muon is not built"),
+            ("Muon", {"muon_rl": 0.1}, "optimizer.params.muon_rl'.*did you mean 'muon_lr'"),
+            ("Lion", {"eps": 0.1}, "optimizer.params.eps' is no argument of FusedLion"),
         ):
             with pytest.raises((TypeError, NotImplementedError), match=words):
                 cases.make_engine(cases.make_config(1, optimizer={"type": kind, "params": params}))

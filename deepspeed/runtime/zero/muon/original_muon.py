@@ -17,7 +17,7 @@ NS_METHODS = {"gram", "standard"}
 NS_STEPS = 5
 # x -> a x + b x^3 + c x^5: steep at zero, so that small singular values grow fast; five steps end within [0.7, 1.2].
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-NORM_EPSILON = 1e-7
+SMALLEST = torch.finfo(torch.float32).tiny  # in place of zero
 
 MUON_DEFAULTS = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"}
 ADAM_DEFAULTS = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
@@ -42,8 +42,11 @@ def check_method(ns_method: str) -> None:
 def _normalised(matrices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Wide rather than tall, with singular values of at most 1, in ``dtype``."""
     matrices = matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
-    norm = matrices.float().norm(dim=(-2, -1), keepdim=True)
-    return (matrices / (norm + NORM_EPSILON)).to(dtype)
+    matrices = matrices.float()
+    matrices = matrices / matrices.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(
+        SMALLEST
+    )  # squares of it are normal
+    return (matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp_min(SMALLEST)).to(dtype)
 
 
 def zeropower_via_newtonschulz5(G: torch.Tensor, steps: int) -> torch.Tensor:

@@ -37,12 +37,10 @@ class WholeMatrices:
 
     Args:
         tensors: where the matrices lie.
-        batch: most elements that are exchanged together.
     """
 
-    def __init__(self, tensors: PartitionedTensors, batch: int = BATCH) -> None:
+    def __init__(self, tensors: PartitionedTensors) -> None:
         self.tensors = tensors
-        self.batch = batch
         self._plans: dict[torch.Tensor, list[list[OwnedMatrix]]] = {}
 
     def apply(self, flat: torch.Tensor, values: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -54,7 +52,7 @@ class WholeMatrices:
             function: from a matrix to one of the same shape; runs where ``tensors`` communicate.
         """
         if flat not in self._plans:
-            self._plans[flat] = batches(self.tensors.of(flat), self.tensors.world_size, self.batch)
+            self._plans[flat] = batches(self.tensors.of(flat), self.tensors.world_size, BATCH)
         for matrices in self._plans[flat]:
             self._apply_alone([matrix for matrix in matrices if not matrix.shared], values, function)
             shared = [matrix for matrix in matrices if matrix.shared]
