@@ -29,7 +29,18 @@ class HostMemory:
         """A 1-D tensor in host memory."""
         if not (self.pinned and numel and torch.cuda.is_available()):
             return torch.empty(numel, dtype=dtype, device="cpu")
-        return _pinned(numel * dtype.itemsize).view(dtype)
+        pinned = _registered(numel * dtype.itemsize)
+        if pinned is not None:
+            return pinned.view(dtype)
+        try:
+            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            warning_once(
+                f"{numel * dtype.itemsize} bytes of host memory could not be pinned ({error}), so that the host waits"
+                " for copies to and from the device. Raise the limit of locked memory (ulimit -l), or set pin_memory to"
+                " false"
+            )
+            return torch.empty(numel, dtype=dtype, device="cpu")
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The same, of zeros."""
@@ -40,19 +51,14 @@ class HostMemory:
         return self.empty(tensor.numel(), tensor.dtype).copy_(tensor)
 
 
-def _pinned(nbytes: int) -> torch.Tensor:
-    """Bytes that are registered with CUDA until they are freed. Where the system forbids it, they are ordinary ones."""
+def _registered(nbytes: int) -> torch.Tensor | None:
+    """Bytes that are registered with CUDA until they are freed; None where the system refuses it."""
     pages = -(-nbytes // PAGE)
     memory = torch.empty((pages + 1) * PAGE, dtype=torch.uint8)  # whole pages, that are not in other tensors too
     begin = -memory.data_ptr() % PAGE
     runtime = torch.cuda.cudart()
     address = memory.data_ptr() + begin
-    error = int(runtime.cudaHostRegister(address, pages * PAGE, 0))
-    if error:
-        warning_once(
-            f"{nbytes} bytes of host memory could not be pinned (CUDA error {error}), so that copies to and from the"
-            " device wait for each other. Raise the limit of locked memory (ulimit -l), or set pin_memory to false"
-        )
-    else:
-        weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
+    if int(runtime.cudaHostRegister(address, pages * PAGE, 0)):
+        return None
+    weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
     return memory[begin : begin + nbytes]
