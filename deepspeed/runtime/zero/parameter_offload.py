@@ -157,6 +157,8 @@ class ModuleUnit:
             return
         coordinator = self.offload.coordinator
         grad = torch.is_grad_enabled()
+        if grad:
+            self.offload.check_still_frozen(self.shards)
         coordinator.begin_forward(inference=not grad)
         FWD_MODULE_STACK.append(module)
         frame = _Frame()
@@ -240,6 +242,36 @@ class ModuleUnit:
 
         for node in nodes:
             node.register_prehook(reached)
+
+
+class _InsideWhole:
+    """Hook of a module below one that is gathered as a whole: alone it would run without its weights.
+
+    Args:
+        unit: of the module above.
+        module: the one below.
+    """
+
+    def __init__(self, unit: ModuleUnit, module: torch.nn.Module) -> None:
+        self._unit = unit
+        self._shards = shards_of(module.parameters(recurse=False))
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        absent = [shard.name for shard in self._shards if shard.full is None]
+        if absent and self._unit.offload is not None:
+            above = type(self._unit.module).__name__
+            raise RuntimeError(
+                f"{type(module).__name__} was called alone while its parameters {', '.join(absent[:4])} are partitioned:"
+                f" it is part of a {above}, which is gathered as a whole when it is called itself (a leaf module, or"
+                " stage3_module_granularity_threshold). Call that module, or run this one under"
+                " deepspeed.zero.GatheredParameters"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_InsideWhole":
+        return _InsideWhole(_idle_unit(), torch.nn.Module())
+
+    def __reduce__(self) -> Any:
+        return (_InsideWhole, (_idle_unit(), torch.nn.Module()))
 
 
 def _idle_unit() -> ModuleUnit:
@@ -359,6 +391,7 @@ class DeepSpeedZeRoOffload:
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
         self._guards: list[_GradientGuard] = []
+        self._guarded: set[ShardedParameter] = set()
         self.setup_zero_stage3_hooks()
 
     def _refuse_two_engines(self) -> None:
@@ -396,6 +429,7 @@ class DeepSpeedZeRoOffload:
             shard.coordinator = self.coordinator
             if shard.parameter.requires_grad:
                 self._guards.append(_GradientGuard(shard))
+                self._guarded.add(shard)
         for module in self.module.modules():
             ensure_zero_ordered_dict(module)
             module.ds_external_parameters = functools.partial(external_parameters, module)
@@ -415,6 +449,11 @@ class DeepSpeedZeRoOffload:
             self._put_hooks(module, whole)
             if not whole:
                 waiting.extend(module.children())
+                continue
+            for below in module.modules():
+                if below is not module and below._parameters:
+                    check = _InsideWhole(module._ds_unit, below)
+                    self.forward_hooks.append(below.register_forward_pre_hook(check))
 
     def _knows(self, module: torch.nn.Module) -> bool:
         unit = module.__dict__.get(UNIT)
@@ -429,6 +468,15 @@ class DeepSpeedZeRoOffload:
                 module.register_forward_pre_hook(unit.before_forward, with_kwargs=unit.holds_in_backward),
                 module.register_forward_hook(unit.after_forward, always_call=True),
             ]
+
+    def check_still_frozen(self, shards: list[ShardedParameter]) -> None:
+        """RuntimeError for parameters that did not require grad when the hooks were made, and do now."""
+        thawed = [shard.name for shard in shards if shard.parameter.requires_grad and shard not in self._guarded]
+        if thawed:
+            raise RuntimeError(
+                f"parameters {', '.join(thawed[:4])} did not require grad when the engine was made and do now; nothing"
+                " reduces or applies their gradients. Unfreeze before deepspeed.initialize, or make a new engine"
+            )
 
     def parameters_of_whole_units(self) -> set[torch.nn.Parameter]:
         """Parameters of modules inside of which ranks may do different things."""
@@ -494,6 +542,7 @@ class DeepSpeedZeRoOffload:
         for handle in itertools.chain(self.forward_hooks, *(guard.handles for guard in self._guards)):
             handle.remove()
         self.forward_hooks, self._guards = [], []
+        self._guarded.clear()
         for shard in self.shards:
             if shard.coordinator is self.coordinator:
                 shard.coordinator = None

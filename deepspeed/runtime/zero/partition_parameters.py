@@ -12,6 +12,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.control import ControlChannel
 from deepspeed.runtime.config import load_config
 from deepspeed.runtime.gradients.host_memory import HostMemory
 from deepspeed.runtime.zero import init_patching
@@ -144,6 +145,7 @@ def _attach(parameter: torch.nn.Parameter, shard: ShardedParameter, sanity_check
     parameter.item = MethodType(_item, parameter)
     parameter.convert_to_zero_parameters = functools.partial(_convert_like, parameter)
     parameter.__deepcopy__ = functools.partial(_deepcopy, parameter)
+    parameter.__reduce_ex__ = functools.partial(_reduce, parameter)
 
 
 def all_gather(
@@ -264,15 +266,27 @@ def _deepcopy(parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.P
     Raises:
         RuntimeError: the parameter is partitioned at the moment.
     """
+    copied = memo[id(parameter)] = _ordinary(parameter)
+    return copied
+
+
+def _reduce(parameter: torch.nn.Parameter, protocol: int) -> Any:
+    """What pickle writes of a whole parameter: an ordinary one.
+
+    Raises:
+        RuntimeError: the parameter is partitioned at the moment.
+    """
+    return _ordinary(parameter).__reduce_ex__(protocol)
+
+
+def _ordinary(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     shard = shard_of(parameter)
     if shard.full is None:
         raise RuntimeError(
-            f"parameter {shard.name} is partitioned, a copy would be empty. Copy the module under"
+            f"parameter {shard.name} is partitioned, a copy would be empty. Copy or pickle the module under"
             " deepspeed.zero.GatheredParameters(module.parameters())"
         )
-    copied = torch.nn.Parameter(parameter.data.clone(), parameter.requires_grad)
-    memo[id(parameter)] = copied
-    return copied
+    return torch.nn.Parameter(parameter.data.clone(), parameter.requires_grad)
 
 
 # ------------------------------------------------------------------------------------------ external parameters
@@ -409,13 +423,28 @@ class GatheredParameters:
                 link.optimizer.take_changed_weights(link, former)
 
     def _check_whole(self) -> None:
+        """On every rank alike, since all are about to send or receive. Collective."""
+        fault = self._fault_here()
+        ranks = self.shards[0].ranks
+        if ranks.world_size > 1:
+            channel = ControlChannel(ranks.group)
+            what = "whether the weights of GatheredParameters can be spread"
+            (anywhere,) = channel.all_reduce_max([int(bool(fault))], what)
+            if anywhere:
+                told = channel.gather(fault, what)
+                fault = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
+        if fault:
+            raise RuntimeError(f"{fault} at the end of GatheredParameters; change values in place")
+
+    def _fault_here(self) -> str:
         for shard in self.shards:
             data = shard.parameter.data
             if data.shape != shard.shape or data.device != shard.device:
-                raise RuntimeError(
+                return (
                     f"parameter {shard.name} was of shape {tuple(shard.shape)} on {shard.device} and is of shape"
-                    f" {tuple(data.shape)} on {data.device} at the end of GatheredParameters; change values in place"
+                    f" {tuple(data.shape)} on {data.device}"
                 )
+        return ""
 
     def _drop_writes(self) -> None:
         """Graphs that saved values which are about to be put back must not be used any more."""
