@@ -41,6 +41,7 @@ struct Direction {
     }
 };
 
+template <typename P>
 struct Moments {
     static constexpr int STATE_COUNT = 2;
     static constexpr bool READS_GRAD = true, WRITES_PARAM = false, WRITES_STATE = true;
@@ -51,8 +52,9 @@ struct Moments {
 
     __device__ void element(float& p, float g, float* s) {
         g *= scale;
-        s[0] = fmaf(gain1, g - s[0], s[0]);
-        s[1] = fmaf(gain2 * g, g, beta2 * s[1]);
+        // As they are kept: the norm is that of the update which the second pass makes of them.
+        s[0] = to_float(from_float<P>(fmaf(gain1, g - s[0], s[0])));
+        s[1] = to_float(from_float<P>(fmaf(gain2 * g, g, beta2 * s[1])));
         const float update = direction.of(p, s[0], s[1]);
         param_square = fmaf(p, p, param_square);
         update_square = fmaf(update, update, update_square);
@@ -87,9 +89,9 @@ __global__ void __launch_bounds__(THREADS)
 moments_kernel(const __grid_constant__ TensorTable table, const __grid_constant__ LambNumbers numbers,
                double* partials) {
     const Chunk chunk = chunk_of_block(table, blockIdx.x);
-    Moments op{Direction(numbers, table.step[chunk.tensor]), numbers.gain1, numbers.beta2, numbers.gain2,
-               numbers.scale.get(), 0.f, 0.f};
-    walk<Moments, P, G, Nothing>(table, chunk, op);
+    Moments<P> op{Direction(numbers, table.step[chunk.tensor]), numbers.gain1, numbers.beta2, numbers.gain2,
+                  numbers.scale.get(), 0.f, 0.f};
+    walk<Moments<P>, P, G, Nothing>(table, chunk, op);
     const double param_square = block_sum(op.param_square), update_square = block_sum(op.update_square);
     if (threadIdx.x == 0) {
         partials[2 * int64_t(blockIdx.x)] = param_square;

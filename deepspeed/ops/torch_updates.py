@@ -149,9 +149,10 @@ def lamb_moments(update: TensorUpdate, numbers: StepNumbers, eps_inside_sqrt: bo
         grad, (exp_avg, exp_avg_sq) = chunk.gradient(), chunk.states
         exp_avg.lerp_(grad, 1.0 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+        chunk.store_states()
+        chunk = _Chunk(part, 1.0)  # the moments as they are kept, of which the second pass makes the update
         squares[0] += chunk.param.square().sum(dtype=torch.float64)
         squares[1] += direction(chunk).square_().sum(dtype=torch.float64)
-        chunk.store_states()
     return squares
 
 

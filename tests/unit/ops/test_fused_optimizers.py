@@ -132,22 +132,23 @@ def test_flat_step_scales_updates_and_rounds(family: str, scale_on_device: bool,
         (master,) = optimizer.param_groups[0]["params"]
         low = None if low_dtype is None else torch.zeros(size, dtype=low_dtype, device=device)
         scale = torch.tensor(0.25, device=device) if scale_on_device else 0.25
-        steps = gradients if master_dtype == torch.float32 else gradients[:1]
-        for gradient in steps:
+        if master_dtype != torch.float32:  # moments of 16 bits: one step, of gradients whose squares fp16 has
+            gradients = [torch.where(gradients[0] == 0, 0.0, gradients[0].sign() * (0.5 + gradients[0].abs()))]
+        for gradient in gradients:
             optimizer.step_flat(
                 master, gradient.to(grad_dtype), optimizer.state[master], optimizer.param_groups[0], low, scale
             )
         assert master.dtype == master_dtype
-        seen = [gradient.to(grad_dtype).float() * 0.25 for gradient in steps]
+        seen = [gradient.to(grad_dtype).float() * 0.25 for gradient in gradients]
         if master_dtype == torch.float32:
             assert_close(family, master.detach(), weight, seen, **options)
         else:
             expected = getattr(update_reference, family)(weight, seen, **NUMBERS, **options)
             expected = expected[0] if family == "lion" else expected
-            torch.testing.assert_close(master.detach().double(), expected, rtol=2**-7, atol=1e-6)
+            torch.testing.assert_close(master.detach().double(), expected, rtol=2**-7, atol=1e-4)
         if low is not None:
             torch.testing.assert_close(low, master.detach().to(low_dtype), rtol=0, atol=0)
-        assert optimizer.state[master]["step"] == len(steps)
+        assert optimizer.state[master]["step"] == len(gradients)
 
 
 @pytest.mark.parametrize("device", DEVICES)
