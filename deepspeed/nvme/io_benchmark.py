@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ds_io``: how fast a folder is read and written.
 
-The async IO kernels are not built, so it measures plain file IO: blocks by ``pread`` and ``pwrite``, by one thread or
-several. A write counts until the data is on the device (``fsync``); before a read the file's pages are given up, so
-that the device is measured and not the memory. With ``--engine torch_io``: ``torch.save`` and ``torch.load``.
+``--engine`` says by what: ``aio_handle`` is what offload to NVMe uses (io_uring, libaio or threads, whichever this host
+has first; each can be named, as can ``python``, the threads of a host without a compiler), ``aio_basic`` the same with
+a handle made for each read or write, ``plain`` is ``pread`` and ``pwrite`` of blocks by ``--io_parallel`` threads,
+``torch_io`` is ``torch.save`` and ``torch.load``. A write counts until the data is on the device (``fsync``); before a
+read the file's pages are given up, so that the device is measured and not the memory.
 """
 
 import argparse
@@ -11,20 +13,25 @@ import multiprocessing
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_PLAIN_ENGINES = ("aio_handle", "aio_basic")
+_HANDLE_ENGINE, _BASIC_ENGINE = "aio_handle", "aio_basic"
+_NAMED_ENGINES = ("io_uring", "libaio", "threads", "python")
+_ASYNC_ENGINES = (_HANDLE_ENGINE, _BASIC_ENGINE, *_NAMED_ENGINES)
+_PLAIN_ENGINE = "plain"
 _TORCH_ENGINE = "torch_io"
 # Flags of engines that do not exist here; whoever gives one would measure something else than asked for.
-_NOT_BUILT = ("use_gds", "slow_bounce_buffer", "use_accelerator_pin_memory")
-# Flags of the async IO kernels that plain file IO has no counterpart for.
-_WITHOUT_EFFECT = ("queue_depth", "single_submit", "fast_io_size")
+_NOT_BUILT = ("use_gds", "slow_bounce_buffer")
+# Flags that only asynchronous engines have a counterpart for.
+_OF_ASYNC_ENGINES = ("queue_depth", "single_submit")
+_DEFAULT_QUEUE_DEPTH = 32
 # Long enough for any process to be started, far from a hang.
 _START_TIMEOUT_S = 300
 
@@ -52,11 +59,11 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     add("--read", action="store_true", help="measure reading; otherwise writing")
     add("--multi_process", type=int, default=1, help="processes, each with a file of its own")
     add("--block_size", type=size_of, default=size_of("1M"), help="bytes per request")
-    add("--queue_depth", type=int, default=None, help="of the async IO kernels (32); no effect here")
-    add("--single_submit", action="store_true", help="of the async IO kernels; no effect here")
+    add("--queue_depth", type=int, default=None, help="requests in flight per thread (32); asynchronous engines only")
+    add("--single_submit", action="store_true", help="one system call per request; asynchronous engines only")
     add("--sequential_requests", action="store_true", help="one request at a time")
     add("--validate", action="store_true", help="check what was written or read")
-    engines = [*_PLAIN_ENGINES, _TORCH_ENGINE]
+    engines = [*_ASYNC_ENGINES, _PLAIN_ENGINE, _TORCH_ENGINE]
     add("--engine", type=str, default="aio_handle", choices=engines, help="what reads and writes")
     add("--loops", type=int, default=3, help="measured repetitions")
     add("--io_parallel", type=int, default=1, help="threads per process")
@@ -64,7 +71,7 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     add("--use_gds", action="store_true", help="not built")
     add("--slow_bounce_buffer", action="store_true", help="not built")
     add("--torch_legacy_save", action="store_true", help="torch_io: the old file format")
-    add("--use_accelerator_pin_memory", action="store_true", help="not built")
+    add("--use_accelerator_pin_memory", action="store_true", help="memory from torch's allocator of pinned memory")
     add("--warmup_loops", type=int, default=1, help="repetitions before the measured ones")
     add("--include_warmup_time", action="store_true", help="count them too")
     add("--different_file_each_iteration", action="store_true", help="a new file for each repetition")
@@ -78,9 +85,9 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("give either --folder or --folder_to_device_mapping")
     for name in _NOT_BUILT:
         if getattr(args, name):
-            parser.error(f"--{name} needs the async IO kernels, which are not built")
-    for name in ("multi_process", "loops", "io_parallel"):
-        if getattr(args, name) < 1:
+            parser.error(f"--{name} needs reads and writes straight to device memory (op gds), which are not built")
+    for name in ("multi_process", "loops", "io_parallel", "queue_depth"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1")
     mapping = args.folder_to_device_mapping
     if mapping is not None:
@@ -120,6 +127,7 @@ class _Repetition:
     host: torch.Tensor
     on_device: torch.Tensor
     path: str
+    handle: Any = None  # of asynchronous engines
 
     def _requests(self) -> list[tuple[int, memoryview]]:
         view, block = memoryview(self.host.numpy()), self.args.block_size
@@ -135,14 +143,25 @@ class _Repetition:
             for _ in pool.map(request, self._requests()):
                 pass
 
+    @contextmanager
+    def _with_handle(self) -> Iterator[Any]:
+        """The handle, or one for this time alone."""
+        handle = self.handle or make_handle(self.args)
+        yield handle
+        if self.handle is None:
+            handle.close()
+
     def write(self) -> None:
         """Device memory to storage."""
         self.host.copy_(self.on_device)
         if self.args.engine == _TORCH_ENGINE:
             torch.save(self.host, self.path, _use_new_zipfile_serialization=not self.args.torch_legacy_save)
+        if self.args.engine in _ASYNC_ENGINES:
+            with self._with_handle() as handle:
+                handle.sync_pwrite(self.host, self.path)
         file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            if self.args.engine != _TORCH_ENGINE:
+            if self.args.engine == _PLAIN_ENGINE:
                 self._run(lambda request: _write_all(file, *request))
             os.fsync(file)
         finally:
@@ -152,6 +171,11 @@ class _Repetition:
         """Storage to device memory."""
         if self.args.engine == _TORCH_ENGINE:
             self.on_device.copy_(torch.load(self.path, weights_only=True))
+            return
+        if self.args.engine in _ASYNC_ENGINES:
+            with self._with_handle() as handle:
+                handle.sync_pread(self.host, self.path)
+            self.on_device.copy_(self.host)
             return
         file = os.open(self.path, os.O_RDONLY)
         try:
@@ -184,6 +208,36 @@ def _read_all(file: int, offset: int, into: memoryview) -> None:
         offset, into = offset + done, into[done:]
 
 
+def make_handle(args: argparse.Namespace) -> Any:
+    """The asynchronous engine that the arguments name, with their settings."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    one_by_one = args.sequential_requests
+    return (
+        AsyncIOBuilder()
+        .load()
+        .aio_handle(
+            args.block_size,
+            1 if one_by_one else args.queue_depth or _DEFAULT_QUEUE_DEPTH,
+            args.single_submit,
+            not one_by_one,
+            1 if one_by_one else args.io_parallel,
+            args.engine if args.engine in _NAMED_ENGINES else None,
+        )
+    )
+
+
+def _host_memory(args: argparse.Namespace) -> torch.Tensor:
+    """Whole pages, page-locked where there is an accelerator."""
+    if args.use_accelerator_pin_memory:
+        from deepspeed.accelerator import get_accelerator
+
+        return get_accelerator().pin_memory(torch.empty(args.io_size, dtype=torch.uint8))
+    from deepspeed.utils.pin_memory import get_native_pinned_memory
+
+    return get_native_pinned_memory().pin_empty(torch.empty(0, dtype=torch.uint8), (args.io_size,))
+
+
 def _pattern(size: int, index: int) -> torch.Tensor:
     """Bytes that differ from process to process and from block to block."""
     generator = torch.Generator().manual_seed(index)
@@ -198,7 +252,8 @@ def measure(args: argparse.Namespace, index: int, barrier: Any = None) -> list[f
     """
     device = _device(args, index)
     expected = _pattern(args.io_size, index)
-    host = torch.empty_like(expected)
+    host = _host_memory(args)
+    handle = make_handle(args) if args.engine in (_HANDLE_ENGINE, *_NAMED_ENGINES) else None
     on_device = torch.empty_like(expected, device=device)
     seconds = []
     paths: set[str] = set()
@@ -206,7 +261,7 @@ def measure(args: argparse.Namespace, index: int, barrier: Any = None) -> list[f
         for loop in range(args.warmup_loops + args.loops):
             suffix = f"_{loop}" if args.different_file_each_iteration else ""
             path = os.path.join(_folders(args)[index], f"_ds_io_{os.getppid()}_{index}{suffix}.bin")
-            once = _Repetition(args, host, on_device, path)
+            once = _Repetition(args, host, on_device, path, handle)
             if not args.read or path not in paths:
                 on_device.copy_(expected)
             if args.read and path not in paths:
@@ -225,6 +280,8 @@ def measure(args: argparse.Namespace, index: int, barrier: Any = None) -> list[f
     finally:
         for path in paths:
             os.remove(path)
+        if handle is not None:
+            handle.close()
     return seconds if args.include_warmup_time else seconds[args.warmup_loops :]
 
 
@@ -252,7 +309,7 @@ def _measure_in_process(args: argparse.Namespace, index: int, barrier: Any, resu
         raise
 
 
-def _measure_all(args: argparse.Namespace) -> list[list[float]]:
+def measure_all(args: argparse.Namespace) -> list[list[float]]:
     """Seconds of each repetition of each process."""
     if args.multi_process == 1:
         return [measure(args, 0)]
@@ -277,9 +334,14 @@ def _note(args: argparse.Namespace) -> str:
     """What is measured, in one line."""
     if args.engine == _TORCH_ENGINE:
         return "ds_io: torch.load" if args.read else "ds_io: torch.save and fsync"
-    idle = [f"--{name}" for name in _WITHOUT_EFFECT if getattr(args, name)]
-    without = f"; without effect: {', '.join(idle)}" if idle else ""
-    return f"ds_io: the async IO kernels (op async_io) are not built, measuring plain file IO{without}"
+    if args.engine == _PLAIN_ENGINE:
+        idle = [f"--{name}" for name in _OF_ASYNC_ENGINES if getattr(args, name)]
+        without = f"; without effect: {', '.join(idle)}" if idle else ""
+        return f"ds_io: pread and pwrite, {args.io_parallel} thread(s){without}"
+    handle = make_handle(args)
+    handle.close()
+    depth, threads = handle.get_queue_depth(), handle.get_intra_op_parallelism()
+    return f"ds_io: {handle.engine}, {depth} requests in flight per thread, {threads} thread(s)"
 
 
 def ds_io_main(args: list[str] | None = None) -> None:
@@ -292,7 +354,7 @@ def ds_io_main(args: list[str] | None = None) -> None:
     parsed = parse_args(args)
     print(_note(parsed), flush=True)
     # A repetition lasts as long as its slowest process: they start it together.
-    seconds = [max(times) for times in zip(*_measure_all(parsed))]
+    seconds = [max(times) for times in zip(*measure_all(parsed))]
     total = parsed.io_size * parsed.multi_process
     mean = sum(seconds) / len(seconds)
     direction, best = "read" if parsed.read else "write", min(seconds)

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from deepspeed.nvme import ds_io_main, generate_main, io_benchmark, sweep_main, tune
+from deepspeed.nvme import ds_io_main, io_benchmark
+from deepspeed.ops.aio.engines import available_engines
 
 SIZE = 300_001  # no multiple of the block
 
@@ -18,7 +19,15 @@ def run(capsys, folder, *flags):
 
 @pytest.mark.parametrize("read", [[], ["--read"]])
 @pytest.mark.parametrize(
-    "flags", [[], ["--io_parallel", "3"], ["--io_parallel", "3", "--sequential_requests"], ["--engine", "torch_io"]]
+    "flags",
+    [
+        [],
+        ["--engine", "aio_basic", "--single_submit"],
+        ["--engine", "python", "--queue_depth", "3", "--use_accelerator_pin_memory"],
+        ["--engine", "plain", "--io_parallel", "3"],
+        ["--io_parallel", "3", "--sequential_requests"],
+        ["--engine", "torch_io"],
+    ],
 )
 def test_measures_validates_and_leaves_nothing_behind(capsys, tmp_path, read, flags):
     out = run(capsys, tmp_path, "--validate", "--loops", "2", *read, *flags)
@@ -30,9 +39,18 @@ def test_measures_validates_and_leaves_nothing_behind(capsys, tmp_path, read, fl
 
 
 def test_says_in_one_line_what_it_measures(capsys, tmp_path):
-    first, *_ = run(capsys, tmp_path, "--queue_depth", "8").splitlines()
-    assert "async IO kernels" in first and "plain file IO" in first and "--queue_depth" in first
-    assert "kernels" not in run(capsys, tmp_path, "--engine", "torch_io")
+    def said(*flags):
+        return run(capsys, tmp_path, "--loops", "1", *flags).splitlines()[0]
+
+    assert said("--engine", "python", "--queue_depth", "8") == (
+        "ds_io: python, 8 requests in flight per thread, 1 thread(s)"
+    )
+    assert said("--sequential_requests", "--io_parallel", "4").endswith(
+        f"{available_engines()[0]}, 1 requests in flight per thread, 1 thread(s)"
+    )
+    plain = said("--engine", "plain", "--queue_depth", "8")
+    assert "pread" in plain and "without effect: --queue_depth" in plain
+    assert "torch.save" in said("--engine", "torch_io")
 
 
 def test_several_processes(capsys, tmp_path):
@@ -63,7 +81,7 @@ def test_validation_finds_a_wrong_byte(monkeypatch, tmp_path):
         os.pwrite(file, bytes([data[0] ^ 1]) + bytes(data[1:]), offset)
 
     monkeypatch.setattr(io_benchmark, "_write_all", flip)
-    args = io_benchmark.parse_args(["--folder", str(tmp_path), "--io_size", "1K", "--validate"])
+    args = io_benchmark.parse_args(["--folder", str(tmp_path), "--io_size", "1K", "--validate", "--engine", "plain"])
     with pytest.raises(RuntimeError, match="1 of 1024 bytes"):
         io_benchmark.measure(args, 0)
     assert os.listdir(tmp_path) == []
@@ -83,6 +101,7 @@ def test_sizes(text, size):
         (["--io_size", "0"], "no size"),
         (["--io_size", "1K", "--use_gds"], "use_gds"),
         (["--io_size", "1K", "--loops", "0"], "loops"),
+        (["--io_size", "1K", "--queue_depth", "0"], "queue_depth"),
         (["--io_size", "1K", "--engine", "magic"], "magic"),
         (["--io_size", "1K", "--folder_to_device_mapping", "a:0"], "either"),
     ],
@@ -110,11 +129,3 @@ def test_gpu_needs_an_accelerator(monkeypatch, tmp_path):
 class _Cpu:
     def device_name(self):
         return "cpu"
-
-
-def test_tuning_is_refused_by_name():
-    for entry in (sweep_main, generate_main):
-        with pytest.raises(NotImplementedError, match="async_io"):
-            entry()
-    with pytest.raises(SystemExit, match="async_io"):
-        tune.main()
