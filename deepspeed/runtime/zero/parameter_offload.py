@@ -261,8 +261,8 @@ class _InsideWhole:
         if absent and self._unit.offload is not None:
             above = type(self._unit.module).__name__
             raise RuntimeError(
-                f"{type(module).__name__} was called alone while its parameters {', '.join(absent[:4])} are partitioned:"
-                f" it is part of a {above}, which is gathered as a whole when it is called itself (a leaf module, or"
+                f"{type(module).__name__} was called alone while its parameters {', '.join(absent[:4])} are"
+                f" partitioned: it is part of a {above}, which is gathered as a whole when it is called (a leaf module, or"
                 " stage3_module_granularity_threshold). Call that module, or run this one under"
                 " deepspeed.zero.GatheredParameters"
             )
