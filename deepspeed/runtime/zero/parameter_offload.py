@@ -262,7 +262,7 @@ class _InsideWhole:
             above = type(self._unit.module).__name__
             raise RuntimeError(
                 f"{type(module).__name__} was called alone while its parameters {', '.join(absent[:4])} are"
-                f" partitioned: it is part of a {above}, which is gathered as a whole when it is called (a leaf module, or"
+                f" partitioned: it is part of a {above}, which is gathered as a whole when called (a leaf module, or"
                 " stage3_module_granularity_threshold). Call that module, or run this one under"
                 " deepspeed.zero.GatheredParameters"
             )
