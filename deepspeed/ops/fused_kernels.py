@@ -71,10 +71,10 @@ def kernels_can_run(update: TensorUpdate) -> bool:
         fits = grad in TYPE_NUMBERS and (low is None or low in SIXTEEN_BITS)
     else:
         fits = param in SIXTEEN_BITS and grad in (param, torch.float32) and low is None
-    return fits and all(
-        tensor.is_cuda and tensor.device == update.param.device and tensor.is_contiguous()
-        for tensor in update.tensors()
-    )
+    if not fits or not update.param.is_cuda:
+        return False
+    device = update.param.get_device()
+    return all(tensor.get_device() == device and tensor.is_contiguous() for tensor in update.tensors())
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from deepspeed.ops.fused_kernels import StepNumbers, TensorUpdate, kernels_can_run, load_kernels
+from deepspeed.runtime.gradients.autograd_internals import add_number_to_each
 from deepspeed.utils.logging import log_dist_once
 
 STEP = "step"
@@ -128,8 +129,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _advance(updates: Sequence[TensorUpdate]) -> None:
         """Count the step."""
-        for update in updates:
-            update.step.add_(1)
+        add_number_to_each([update.step for update in updates], 1)
 
     def _update(self, updates: list[TensorUpdate], group: dict[str, Any], grad_scale: float | torch.Tensor) -> None:
         """Update tensors of one group."""
@@ -175,7 +175,8 @@ def _alike(updates: Iterable[TensorUpdate], capturable: bool) -> list[list[Tenso
     result: dict[Any, list[TensorUpdate]] = {}
     for update in updates:
         step = None if capturable or update.step is None else float(update.step)
-        result.setdefault((update.param.device, update.types, step, kernels_can_run(update)), []).append(update)
+        key = (update.param.get_device(), update.types, step, kernels_can_run(update))
+        result.setdefault(key, []).append(update)
     return list(result.values())
 
 

@@ -196,3 +196,13 @@ def add_each(destinations: list[torch.Tensor], sources: list[torch.Tensor], scal
         return
     for destination, source in zip(destinations, sources):
         destination.add_(source, alpha=scale)
+
+
+@torch.no_grad()
+def add_number_to_each(tensors: list[torch.Tensor], number: float) -> None:
+    """``tensor += number`` for each, in as few calls as torch allows."""
+    if _foreach_add is not None:
+        _foreach_add(tensors, number)
+        return
+    for tensor in tensors:
+        tensor.add_(number)
