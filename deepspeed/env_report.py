@@ -12,7 +12,7 @@ import torch
 from deepspeed import git_version_info
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
-from deepspeed.ops.op_builder.builder import probe_is_compatible
+from deepspeed.ops.op_builder.builder import OpBuilder, cuda_home
 
 GREEN = "\033[92m"
 RED = "\033[91m"
@@ -51,22 +51,32 @@ def op_report(verbose: bool = True) -> None:
     """
     width = max(len(name) for name in ALL_OPS) + 2
     print(_LINE)
-    print("native ops: compiled on first use; where an op has no native kernel, torch does the work")
+    print("native ops: compiled when the package is installed (DS_BUILD_OPS) or on first use; where that is not")
+    print("possible, torch does the work. cached: compiled on an earlier use")
     print(_LINE)
     print(f"{'op':<{width}}installed   compatible")
     for name, builder in ALL_OPS.items():
-        installed = OKAY if git_version_info.installed_ops[name] else f"{YELLOW}[NO]{END}"
-        compatible = OKAY if probe_is_compatible(builder, verbose=verbose) else f"{YELLOW}[NO]{END}"
-        print(_plain(f"{name:<{width}}{installed:<{12 + color_len}}{compatible}"))
+        installed, reason = _op_status(builder)
+        compatible = OKAY if reason is None else f"{YELLOW}[NO]{END}"
+        because = f"        {reason}" if verbose and reason else ""
+        print(_plain(f"{name:<{width}}{installed:<{12 + color_len}}{compatible}{because}"))
+
+
+def _op_status(builder: OpBuilder) -> tuple[str, str | None]:
+    """Mark for the column "installed", and why the op cannot be compiled (None if it can)."""
+    marks = {"installed": OKAY, "cached": f"{GREEN}[CACHED]{END}", "": f"{YELLOW}[NO]{END}"}
+    try:
+        return marks[builder.compiled()], builder.why_not()
+    except (RuntimeError, ValueError, OSError) as error:
+        return marks[""], str(error)
 
 
 def nvcc_version() -> str:
     """Version of the CUDA compiler, or in brackets why there is none to report."""
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    if CUDA_HOME is None:
+    home = cuda_home()
+    if home is None:
         return "[no CUDA toolkit found]"
-    nvcc = os.path.join(CUDA_HOME, "bin", "nvcc")
+    nvcc = os.path.join(home, "bin", "nvcc")
     try:
         done = subprocess.run([nvcc, "-V"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:

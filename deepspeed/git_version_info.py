@@ -52,8 +52,7 @@ def __getattr__(name: str) -> Any:
     elif name == "installed_ops":
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-        # No op is compiled at install time.
-        value = dict.fromkeys(ALL_OPS, False)
+        value = {name: builder.installed_library() is not None for name, builder in ALL_OPS.items()}
     elif name == "accelerator_name":
         value = _accelerator_name()
     else:

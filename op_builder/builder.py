@@ -90,9 +90,8 @@ def installed_cuda_version(name: str = "") -> tuple[int, int]:
     """
     home = cuda_home()
     if home is None:
-        raise MissingCUDAException(
-            f"{name or 'the op'} needs the CUDA toolkit: CUDA_HOME is not set and nvcc is not found"
-        )
+        needs = f"{name} needs the CUDA toolkit" if name else "there is no CUDA toolkit"
+        raise MissingCUDAException(f"{needs}: CUDA_HOME is not set and nvcc is not found")
     nvcc = os.path.join(home, "bin", "nvcc")
     done = subprocess.run([nvcc, "-V"], capture_output=True, text=True, check=True)
     release = done.stdout.partition("release ")[2].partition(",")[0]
@@ -113,7 +112,8 @@ def assert_no_cuda_mismatch(name: str = "") -> bool:
     built_with = torch.version.cuda
     if built_with is not None and int(built_with.split(".")[0]) == major:
         return True
-    message = f"{name or 'the op'}: CUDA toolkit {major}.{minor} does not fit torch, which was built with {built_with}"
+    how = "without CUDA" if built_with is None else f"with CUDA {built_with}"
+    message = f"{f'{name}: ' if name else ''}CUDA toolkit {major}.{minor} does not fit torch, which was built {how}"
     if os.getenv("DS_SKIP_CUDA_CHECK", "0") == "1":
         logger.warning(f"{message}; going on as DS_SKIP_CUDA_CHECK=1")
         return True
@@ -402,7 +402,7 @@ class OpBuilder(ABC):
             folder.mkdir(parents=True, exist_ok=True)
             final = folder / plan.file_name
             shutil.copyfile(library, final)
-        final.with_name(f"{plan.name}.json").write_text(json.dumps({"built_for": plan.identity}), encoding="utf-8")
+        final.with_name(f"{plan.name}.json").write_text(json.dumps({"built_for": _built_for(plan)}), encoding="utf-8")
         return final
 
     def installed_library(self) -> Path | None:
@@ -418,10 +418,15 @@ class OpBuilder(ABC):
             if not library.is_file() or not facts.is_file():
                 continue
             built_for = json.loads(facts.read_text(encoding="utf-8"))["built_for"]
-            if built_for == list(self.plan().identity):
+            wanted = _built_for(self.plan())
+            if built_for == wanted:
                 return library
-            self.warning(f"{library} was compiled for {built_for}, which is not what runs here: it is not used")
+            self._warn_first_rank(f"{library} was compiled from or for {built_for}, not {wanted}: it is not used")
         return None
+
+    def _warn_first_rank(self, message: str) -> None:
+        if os.getenv("RANK", "0") == "0":
+            self.warning(message)
 
     def load(self, verbose: bool = False) -> ModuleType:
         """The op's module: the one compiled ahead of time if there is one that fits, else compiled now.
@@ -430,9 +435,26 @@ class OpBuilder(ABC):
             RuntimeError: it cannot be compiled here, or the compiler fails.
         """
         if self._loaded is None:
-            installed = self.installed_library()
-            self._loaded = self.jit_load(verbose) if installed is None else _import_library(installed)
+            self._loaded = self._load_installed() or self.jit_load(verbose)
         return self._loaded
+
+    def _load_installed(self) -> ModuleType | None:
+        installed = self.installed_library()
+        if installed is None:
+            return None
+        try:
+            return _import_library(installed)
+        except ImportError as error:
+            self._warn_first_rank(f"{installed} cannot be loaded ({error}): it is not used")
+            return None
+
+    def compiled(self) -> str:
+        """Where there is a library of the op that fits: "installed", "cached", or "" for nowhere. Compiles nothing."""
+        if not self.sources():
+            return ""
+        if self.installed_library() is not None:
+            return "installed"
+        return "cached" if find_cached(self.plan()) is not None else ""
 
     def load_or_none(self) -> ModuleType | None:
         """As :meth:`load`, with None where the op cannot be had; one line on the first rank says why.
@@ -450,9 +472,8 @@ class OpBuilder(ABC):
         try:
             return self.load()
         except (RuntimeError, ImportError, OSError) as error:
-            if os.getenv("RANK", "0") == "0":
-                reason = " ".join(str(error).split())
-                self.warning(f"the native kernel cannot be used, torch does the work, more slowly. Reason: {reason}")
+            reason = " ".join(str(error).split())
+            self._warn_first_rank(f"the native kernel cannot be used, torch does the work, more slowly: {reason}")
             return None
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
@@ -477,6 +498,10 @@ class OpBuilder(ABC):
         reason = self.why_not()
         if reason is not None:
             raise RuntimeError(f"op {self.name} cannot be compiled here: {reason}")
+
+
+def _built_for(plan: BuildPlan) -> list[str]:
+    return [*plan.identity, f"sources {plan.source_digest()}"]
 
 
 def _env(name: str) -> str:
@@ -530,7 +555,7 @@ class CUDAOpBuilder(OpBuilder):
         if reason is not None:
             return reason
         try:
-            assert_no_cuda_mismatch(self.name)
+            assert_no_cuda_mismatch()
         except (MissingCUDAException, CUDAMismatchException) as error:
             return str(error)
         return None
@@ -542,7 +567,8 @@ class CUDAOpBuilder(OpBuilder):
             MissingCUDAException: no toolkit is found.
             CUDAMismatchException: it does not fit torch.
         """
-        return super().is_compatible(verbose) and assert_no_cuda_mismatch(self.name)
+        assert_no_cuda_mismatch(self.name)
+        return super().is_compatible(verbose)
 
     def nvcc_args(self) -> list[str]:
         """Flags for ``nvcc``, without architectures. ``DS_DEBUG_CUDA_BUILD`` adds line numbers and register counts."""

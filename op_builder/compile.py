@@ -71,10 +71,13 @@ class BuildPlan:
 
     def key(self) -> str:
         """Hexadecimal digest over sources, headers, flags and versions: equal keys, exchangeable builds."""
+        facts = [self.name, self.cxx, self.nvcc, self.cxx_flags, self.nvcc_flags, self.link_flags, self.identity]
+        facts += [sysconfig.get_config_var("EXT_SUFFIX"), platform.system(), platform.machine(), self.source_digest()]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]
+
+    def source_digest(self) -> str:
+        """Hexadecimal digest over the sources and the headers of this package that they may include."""
         digest = hashlib.sha256()
-        facts = [self.name, self.cxx, self.cxx_flags, self.nvcc_flags, self.link_flags, self.identity]
-        facts += [sysconfig.get_config_var("EXT_SUFFIX"), platform.system(), platform.machine()]
-        digest.update(json.dumps(facts).encode())
         for path in sorted({*self.sources, *self._headers()}):
             content = Path(path).read_bytes()
             digest.update(f"{os.path.basename(path)} {len(content)}\n".encode())
