@@ -407,7 +407,8 @@ class GradientReducer:
         """This rank's own part of the window's gradient that no collective has taken: fp32, in the parameter's
         shape."""
         full = torch.zeros(record.numel, dtype=torch.float32, device=record.parameter.device)
-        for bucket in self._buckets_of[record.index]:
+        # at stage 3 a parameter has one piece per rank in a bucket, which is then listed as often
+        for bucket in dict.fromkeys(self._buckets_of[record.index]):
             bucket.add_local_to(full, record, self._unit())
         return full.view(record.shape)
 

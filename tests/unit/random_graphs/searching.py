@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import hypothesis
 from hypothesis import strategies as st
 
+from unit.hypothesis_phases import PHASES
 from unit.random_graphs import running
 from unit.random_graphs.cases import Case, as_script
 from unit.random_graphs.drawing import STAGES, WORLDS, drawn_case
@@ -147,7 +148,7 @@ def search(
         deadline=None,
         database=None,
         suppress_health_check=list(hypothesis.HealthCheck),
-        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+        phases=PHASES,
         report_multiple_bugs=False,
         print_blob=False,
         verbosity=hypothesis.Verbosity.quiet,
