@@ -21,6 +21,7 @@ import deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.profiling.memory import memory_breakdown
 from deepspeed.runtime.gradients.host_memory import HostMemory
+from deepspeed.runtime.parameter_handover import logical_shape
 
 SHAPE = GPTConfig(hidden=1024, layers=12, heads=16, vocab=32000, sequence=1024, batch=8)  # 0.22 B parameters
 GRADIENT, MOMENTS_AND_MASTER, WEIGHT = 4, 12, 2  # bytes per parameter
@@ -100,7 +101,7 @@ def measure(engine: Any, steps: int) -> dict[str, Any]:
         "first loss": losses[0],
         "last loss": losses[-1],
         "peak MiB": torch.cuda.max_memory_allocated() / 2**20,
-        "host bytes per parameter": found.on_host / sum(p.numel() for p in engine.module.parameters()),
+        "host bytes per parameter": found.on_host / sum(logical_shape(p).numel() for p in engine.module.parameters()),
     }
 
 

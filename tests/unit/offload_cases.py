@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 import deepspeed.comm as dist
-from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from unit.graphs import (
     TOLERANCE,
     Batch,
@@ -54,6 +54,11 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def cpu_adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Steps tensor by tensor, writing the model's weights in the same pass."""
     return DeepSpeedCPUAdam(parameters, lr=0.02, weight_decay=0.1)
+
+
+def fused_adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The same where the state is on a CUDA device."""
+    return FusedAdam(parameters, lr=0.02, weight_decay=0.1)
 
 
 def reentrant(call: Callable[..., Tensor], module: nn.Module, batch: Batch) -> Iterable[Tensor]:
@@ -103,7 +108,10 @@ def make(stage: int, case: Case, zero: dict[str, Any]) -> Any:
         "fp16": {"enabled": case.dtype is FP16, "loss_scale": 256.0},
         **case.config,
     }
-    optimizer = case.optimizer(list(model.parameters()))
+    make_optimizer = case.optimizer
+    if make_optimizer is cpu_adam and "offload_optimizer" not in zero and torch.cuda.is_available():
+        make_optimizer = fused_adam
+    optimizer = make_optimizer(list(model.parameters()))
     return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
 
 

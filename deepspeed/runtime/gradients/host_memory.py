@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of the host that a device copies from and to without the host waiting, in the bytes asked for and a page.
+"""Memory of the host that a device copies from and to without the host waiting, in the bytes asked for.
 
-torch's own pinned allocator rounds every size up to a power of two and keeps what was freed. State of the optimizer is
-allocated once, in a few large pieces, so ordinary memory is registered with CUDA here instead.
+torch's own pinned allocator rounds every size up to a power of two and keeps what was freed. What is offloaded is
+allocated once, in a few large pieces, so pages of its own are registered with CUDA instead.
 """
 
+import mmap
 import weakref
 from dataclasses import dataclass
 
 import torch
 
 from deepspeed.utils.logging import warning_once
-
-PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,9 @@ class HostMemory:
         """A 1-D tensor in host memory."""
         if not (self.pinned and numel and torch.cuda.is_available()):
             return torch.empty(numel, dtype=dtype, device="cpu")
-        pinned = _registered(numel * dtype.itemsize)
+        pinned = _registered(numel, dtype)
         if pinned is not None:
-            return pinned.view(dtype)
+            return pinned
         try:
             return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
         except RuntimeError as error:
@@ -51,14 +50,23 @@ class HostMemory:
         return self.empty(tensor.numel(), tensor.dtype).copy_(tensor)
 
 
-def _registered(nbytes: int) -> torch.Tensor | None:
-    """Bytes that are registered with CUDA until they are freed; None where the system refuses it."""
-    pages = -(-nbytes // PAGE)
-    memory = torch.empty((pages + 1) * PAGE, dtype=torch.uint8)  # whole pages, that are not in other tensors too
-    begin = -memory.data_ptr() % PAGE
+def _registered(numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """A tensor over pages that are registered with CUDA until they are freed; None where the system refuses it."""
+    nbytes = numel * dtype.itemsize
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(pages, dtype=dtype, count=numel)  # whose storage owns the pages from here on
+    address = tensor.data_ptr()
     runtime = torch.cuda.cudart()
-    address = memory.data_ptr() + begin
-    if int(runtime.cudaHostRegister(address, pages * PAGE, 0)):
+    if int(runtime.cudaHostRegister(address, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, 0)):
+        _take_last_error()
         return None
-    weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
-    return memory[begin : begin + nbytes]
+    weakref.finalize(pages, runtime.cudaHostUnregister, address).atexit = False
+    return tensor
+
+
+def _take_last_error() -> None:
+    """CUDA reports a refusal once more, at the next launch of a kernel, which it has nothing to do with."""
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError:
+        torch.zeros(1, device="cuda")

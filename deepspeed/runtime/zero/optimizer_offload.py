@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """From ``zero_optimization.offload_optimizer`` to which groups rest where."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from deepspeed import comm as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.cpu_optimizer import CPUOptimizer
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime.gradients.host_memory import HostMemory
 from deepspeed.runtime.gradients.layout import FlatGroup, cut_groups, place_on_host
 from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
@@ -64,6 +69,34 @@ def state_homes(
 
     in_files = FileHome([group for group in groups if group.on_host], config, aio or AIO_DEFAULT_DICT, dist.get_rank())
     return [in_files if group.on_host else home for group, home in zip(groups, homes)]
+
+
+def flat_step(optimizer: torch.optim.Optimizer, device: torch.device) -> Callable[..., None]:
+    """What steps a flat tensor on ``device``: the optimizer's own ``step_flat``; for one that is made for the host and
+    a device of another kind, that of its counterpart there, with the same state.
+
+    Raises:
+        NotImplementedError: the optimizer has no such counterpart.
+    """
+    if device.type == "cpu" or not isinstance(optimizer, CPUOptimizer):
+        return optimizer.step_flat
+    maximize = any(group.get("maximize") for group in optimizer.param_groups)
+    placeholder = [torch.zeros(0, device=device)]
+    if type(optimizer) is DeepSpeedCPUAdam and not maximize:
+        twin: Any = FusedAdam(placeholder, adam_w_mode=optimizer.adam_w_mode)
+    elif type(optimizer) is DeepSpeedCPULion and not maximize:
+        twin = FusedLion(placeholder)
+    else:
+        raise NotImplementedError(
+            f"offload_optimizer.ratio below 1 with {type(optimizer).__name__}: no optimizer with the same state steps"
+            " the part that stays on the device. Use DeepSpeedCPUAdam or DeepSpeedCPULion, a torch optimizer with"
+            ' "zero_force_ds_cpu_optimizer": false, or ratio 1'
+        )
+
+    def step(master: Any, gradient: Any, state: Any, group: dict[str, Any], **options: Any) -> None:
+        twin.step_flat(master, gradient, state, twin.defaults | group, **options)
+
+    return step
 
 
 def shard_memory(config: DeepSpeedZeroOffloadParamConfig | None) -> HostMemory | None:

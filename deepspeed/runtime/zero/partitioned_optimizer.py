@@ -2,7 +2,7 @@
 """What ZeRO stages 1, 2 and 3 share: the inner optimizer steps on this rank's flat fp32 masters."""
 
 import functools
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.offload_states import (
     movable_data,
     refuse_while_away,
 )
+from deepspeed.runtime.zero.optimizer_offload import flat_step
 from deepspeed.utils.tensor_fragment import ParameterLink, link_parameters, unlink_parameters
 
 
@@ -34,6 +35,7 @@ class PartitionedOptimizer(ZeROOptimizer):
         """Step on ``weights`` from now on."""
         self.weights = weights
         self._on_host = HostCopies()
+        self._flat_steps: dict[torch.device, Callable[..., None]] = {}
         link_parameters(self)
         groups = self.reducer.layout.groups
         for group in groups:
@@ -47,6 +49,9 @@ class PartitionedOptimizer(ZeROOptimizer):
         )
         for group in groups:
             weights.free_copy(group.index)
+        if getattr(self.optimizer, "step_flat", None) is not None:
+            for group in groups:
+                self._flat_step(group.index)  # raises here, and not in the first step, where there is none
         inner = self.optimizer
         weights.state_of = lambda stepped: inner.state.get(stepped, {})
 
@@ -122,11 +127,12 @@ class PartitionedOptimizer(ZeROOptimizer):
         weights of the one before are on their way."""
         weights = self.weights
         for index in batch:
+            step_flat = self._flat_step(index)
             target = weights.target(index)
             with weights.stepping([index]):
                 stepped = weights.stepped[index]
                 in_one_pass = target.dtype != stepped.dtype and target.device == stepped.device
-                self.optimizer.step_flat(
+                step_flat(
                     stepped,
                     shards[index],
                     self.optimizer.state[stepped],
@@ -138,6 +144,15 @@ class PartitionedOptimizer(ZeROOptimizer):
                 target.copy_(weights.masters[index])
             with weights.sending(index, target):
                 self._gather_weights(index)
+
+    def _flat_step(self, index: int) -> Callable[..., None]:
+        """What steps the group where it is."""
+        device = self.weights.homes[index].device
+        if not self.reducer.rests_on_host:
+            return self.optimizer.step_flat
+        if device not in self._flat_steps:
+            self._flat_steps[device] = flat_step(self.optimizer, device)
+        return self._flat_steps[device]
 
     @torch.no_grad()
     def update_lp_params(self) -> None:

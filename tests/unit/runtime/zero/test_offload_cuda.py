@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.profiling.memory import memory_breakdown
 from deepspeed.runtime.gradients import host_landing
 from deepspeed.runtime.gradients import reducer as reducer_module
@@ -74,7 +74,6 @@ class TestOnTheDevice(DistributedTest):
         for numel in (1, 5, 4096, 1_000_003):
             tensor = memory.empty(numel, torch.float32)
             assert tensor.is_pinned() and tensor.numel() == numel
-            tensor.untyped_storage()
             assert tensor[-1:].is_pinned() and tensor.fill_(2).cuda().sum().item() == 2 * numel
         assert not HostMemory(pinned=False).empty(5, torch.float32).is_pinned()
 
@@ -96,7 +95,17 @@ def make_large(stage: int, zero: dict[str, Any]) -> Any:
             **zero,
         },
     }
-    return deepspeed.initialize(model=model, optimizer=DeepSpeedCPUAdam(model.parameters(), lr=1e-4), config=config)[0]
+    optimizer = DeepSpeedCPUAdam if "offload_optimizer" in zero else FusedAdam
+    return deepspeed.initialize(model=model, optimizer=optimizer(model.parameters(), lr=1e-4), config=config)[0]
+
+
+def allocated_by_libraries() -> int:
+    """Bytes allocated once matrices have been multiplied on the streams of forward and backward."""
+    matrix = torch.ones(256, 256, device="cuda", dtype=BF16, requires_grad=True)
+    (matrix @ matrix).sum().backward()
+    matrix.grad = None
+    del matrix
+    return torch.cuda.memory_allocated()
 
 
 def train(engine: Any, steps: int) -> None:
@@ -114,9 +123,7 @@ class TestMemory(DistributedTest):
     def test_device_and_host(self, stage: int) -> None:
         """Device: weights, one communication buffer, one bucket of ``.grad``, 16 MiB for the way to the host.
         Host: 16 bytes per parameter, and two buffers for weights."""
-        matrix = torch.ones(256, 256, device="cuda", dtype=BF16)
-        (matrix @ matrix).sum().item()  # whatever libraries allocate
-        before = torch.cuda.memory_allocated()
+        before = allocated_by_libraries()
         numel, bucket = LAYERS * WIDTH * WIDTH, 2 * BUCKET
         engine = make_large(stage, ON_HOST)
         train(engine, 2)
@@ -129,13 +136,12 @@ class TestMemory(DistributedTest):
         )
         print(found)
         assert peak <= 2 * numel + 2 * bucket + 4 * host_landing.STAGE + 2**22
-        pages = 8192 * len(engine.optimizer.reducer.layout.groups)
-        assert 16 * numel <= found.on_host <= 16 * numel + pages
+        assert found.on_host == 16 * numel + 4 * len(engine.optimizer.reducer.layout.groups)  # and counts of steps
         assert engine.optimizer.weights.staging.nbytes == 2 * 2 * 4 * WIDTH * WIDTH
         assert all(shard.is_pinned() for shard in engine.optimizer.reducer.shards)
 
     def test_weights_on_the_host(self) -> None:
-        before = torch.cuda.memory_allocated()
+        before = allocated_by_libraries()
         engine = make_large(3, ON_HOST_3)
         train(engine, 2)
         torch.cuda.reset_peak_memory_stats()
@@ -146,7 +152,7 @@ class TestMemory(DistributedTest):
         assert all(p.ds_tensor.is_pinned() for p in engine.module.parameters())
 
     def test_moving_states(self) -> None:
-        before = torch.cuda.memory_allocated()
+        before = allocated_by_libraries()
         for stage in (1, 3):
             engine = make_large(stage, {})
             train(engine, 1)
