@@ -134,6 +134,17 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
+def set_optimizer_flags(config_class: DeepSpeedConfig, model: torch.nn.Module) -> None:
+    """Mark the parameters that the config's optimizer treats apart; ``initialize`` does so by itself.
+
+    For Muon ``use_muon`` of each parameter that has no such attribute yet: whether it is a matrix of a hidden layer.
+    """
+    if (config_class.optimizer_name or "").lower() == "muon":
+        from deepspeed.runtime.named_optimizers import mark_matrices
+
+        mark_matrices(model)
+
+
 def __getattr__(name: str) -> Any:
     if name in _unbuilt:
         raise UnbuiltFeatureError(f"deepspeed.{name}: {_unbuilt[name]} is not built yet")
@@ -156,5 +167,6 @@ __all__ = [
     "initialize",
     "log_dist",
     "logger",
+    "set_optimizer_flags",
     "zero",
 ]
