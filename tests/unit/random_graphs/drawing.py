@@ -34,8 +34,12 @@ ZERO_OPTIONS: dict[str, list[Any]] = {
     "allgather_partitions": [DEFAULT, DEFAULT, DEFAULT, False],
     "allgather_bucket_size": [DEFAULT, 2, 64],
 }
+HOST = {"device": "cpu"}
+OFFLOAD_OPTIONS: dict[str, list[Any]] = {"offload_optimizer": [DEFAULT, DEFAULT, DEFAULT, HOST]}
 # Which weights stay whole, how far ahead they are gathered, how many at a time, how long they are kept.
 STAGE_3_OPTIONS: dict[str, list[Any]] = {
+    "offload_optimizer": [DEFAULT] * 4 + [HOST, {**HOST, "ratio": 0.5}],
+    "offload_param": [DEFAULT] * 4 + [HOST],
     "stage3_param_persistence_threshold": [0, 0, 0, 10, 100_000],
     "stage3_model_persistence_threshold": [DEFAULT, 20],
     "stage3_prefetch_bucket_size": [DEFAULT, 0, 10, 40, 200],
@@ -97,6 +101,8 @@ def _config(choices: Choices, dtype: str, stage: int) -> dict[str, Any]:
     if managed or stage >= 2:
         zero |= _options(choices, {"overlap_comm": [DEFAULT, True, True, False]})
     zero |= _options(choices, {"reduce_scatter": [DEFAULT, DEFAULT, False]})
+    if stage in (1, 2):
+        zero |= _options(choices, OFFLOAD_OPTIONS)
     if stage == 3:
         zero |= _options(choices, STAGE_3_OPTIONS)
     config["zero_optimization"] = zero

@@ -41,6 +41,7 @@ def full_config(case: Case) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
+        "zero_force_ds_cpu_optimizer": False,  # for offload
         **case.config,
     }
 

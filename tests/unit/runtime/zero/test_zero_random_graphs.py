@@ -87,6 +87,8 @@ def features_of(case: Case) -> set[str]:
         "delayed": case.delayed,
         "jitter": case.jitter,
         "clipped": "gradient_clipping" in case.config,
+        "offload_optimizer": "offload_optimizer" in case.zero,
+        "offload_param": "offload_param" in case.zero,
         "some ranks": any(backward.ranks is not None for backward in backwards),
         "penalty": any(backward.penalty for backward in backwards),
         "scale_wrt_gas": any(not backward.scale_wrt_gas for backward in backwards),
@@ -105,7 +107,7 @@ def features_of(case: Case) -> set[str]:
 FEATURES = (
     "block chain branches reentrant nonreentrant detached cut on_ranks fail"
     " linear mlp norm scalar table empty tied sparse fp32 bf16 fp16"
-    " no_sync coalesce_grad_reduction scale set published"
+    " offload_optimizer offload_param no_sync coalesce_grad_reduction scale set published"
     " frozen unmanaged delayed jitter clipped penalty scale_wrt_gas aborted zero_grad allreduce_gradients"
 ).split() + [
     *(f"stage {stage}" for stage in range(4)),
@@ -143,9 +145,7 @@ class TestWhatRuns(DistributedTest):
         # the reentrant one runs its inside in forward and again in backward
         assert calls == {True: 1, False: 3}
 
-    @pytest.mark.xfail(
-        strict=True, reason="weights let go of before backward uses them"
-    )
+    @pytest.mark.xfail(strict=True, reason="weights let go of before backward uses them")
     def test_frozen_weights_under_a_non_reentrant_checkpoint(self) -> None:
         """torch keeps a recomputed tensor that needs no gradient as it is; the parameter itself, where an operator
         saved that. When the module has run, the parameter is empty again (stage 3)."""
