@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make demo, make test, make lint, make format, make bench, make clean.
+# make demo, make test, make test-integration, make lint, make format, make bench, make clean.
 # Each sets up what it needs in $(VENV) first: the packages of requirements/ and this package, editable.
 #
 #   PYTHON       interpreter to make the environment with (3.10 to 3.13; found if not given)
@@ -12,7 +12,9 @@
 SHELL := /bin/sh
 VENV ?= .venv
 RANKS ?= 2
-PYTEST_ARGS ?= tests
+PYTEST_ARGS ?= tests/unit
+INTEGRATION_VENV ?= .venv-integration
+INTEGRATION_ARGS ?= tests/integration
 BENCH_ARGS ?=
 PIP_ARGS ?=
 
@@ -23,7 +25,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 p
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test test-integration lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -55,6 +57,17 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# In an environment of its own, with the libraries of requirements-integration.txt.
+$(INTEGRATION_VENV)/.installed: requirements/requirements.txt requirements/requirements-integration.txt setup.py pyproject.toml
+	$(PYTHON) -m venv $(INTEGRATION_VENV)
+	$(INTEGRATION_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) \
+		-r requirements/requirements-integration.txt
+	$(INTEGRATION_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+test-integration: $(INTEGRATION_VENV)/.installed
+	DS_ACCELERATOR=$${DS_ACCELERATOR:-cpu} $(INTEGRATION_VENV)/bin/python -m pytest $(INTEGRATION_ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -67,5 +80,5 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/step_time.py --ranks $(RANKS) $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(INTEGRATION_VENV) build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

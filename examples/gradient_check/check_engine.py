@@ -54,8 +54,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
 RATE = 0.125
-CALLS = ["engine.backward", "loss.backward"]
-VERDICTS = ("right", "WRONG", "error", "hang")
+CALLS, VERDICTS = ["engine.backward", "loss.backward"], ("right", "WRONG", "error", "hang")
 
 
 class Net(nn.Module):
@@ -246,8 +245,8 @@ def train_micro_steps(engine: Any, case: Case, rank: int, window: int) -> None:
 
 
 def losses_of(case: Case, call: Call, module: Net, batch: Batch) -> Iterator[tuple[Tensor, bool]]:
-    for item in GRAPHS[case.graph](call, module, batch):
-        yield item if isinstance(item, tuple) else (item, False)
+    items = GRAPHS[case.graph](call, module, batch)
+    return (item if isinstance(item, tuple) else (item, False) for item in items)
 
 
 def masters(engine: Any, case: Case) -> list[Tensor]:
@@ -325,8 +324,8 @@ def run_case(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 def judge(case: Case, results: list[dict[str, Any]], hanging: list[int], options: argparse.Namespace) -> dict[str, Any]:
     """Verdict over what the ranks left, in the order in which it came, and those that had to be ended."""
     raised = [result["raised"] for result in results if "raised" in result]
-    if raised:
-        return {"verdict": "error", "remark": raised[0][:110]}
+    if raised:  # the first one, but rather a cause than a connection that broke because of it
+        return {"verdict": "error", "remark": min(raised, key=lambda text: "gloo" in text or "NCCL" in text)[:110]}
     if len(results) < options.ranks:
         verdict = "hang" if len(results) + len(hanging) == options.ranks else "error"
         return {"verdict": verdict, "remark": f"ranks {hanging} had to be ended, {len(results)} were done"}
@@ -342,7 +341,7 @@ def judge(case: Case, results: list[dict[str, Any]], hanging: list[int], options
 
 
 def text_of(line: dict[str, Any]) -> str:
-    errors = (line.get(key) for key in ("update", "accessor"))
+    errors = (line.get("update"), line.get("accessor"))
     numbers = " ".join(f"{'-' if e is None else f'{e:.1e}' if e < 0.01 else f'{e:.2f}':>8}" for e in errors)
     where = "{graph:<24} {call:<15} {stage:>5} {accumulation:>5} {dtype:>5}".format(**line)
     return f"{where} {numbers}  {line['verdict']}{': ' * bool(line['remark'])}{line['remark']}"
