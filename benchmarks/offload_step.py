@@ -120,7 +120,7 @@ def overlap(engine: Any, trace: str | None) -> dict[str, float]:
         kind = next((kind for kind in copies if kind in event.name), None)
         if kind is not None:
             copies[kind].append(span)
-        elif not event.name.startswith(("Mem", "deepspeed")) and "::" not in event.name[:12]:
+        elif not event.name.startswith(("Mem", "deepspeed")):
             kernels.append(span)
     if trace:
         recorded.export_chrome_trace(trace)

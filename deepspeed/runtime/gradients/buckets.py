@@ -23,16 +23,11 @@ class CommBuffer:
 
 
 class BufferPool:
-    """Communication buffers by dtype and device: two, so that one is filled while the other is reduced, or one.
-
-    Args:
-        slots: buffers that take turns.
-    """
+    """Two communication buffers per dtype and device, so that one is filled while the other is reduced."""
 
     SLOTS = 2
 
-    def __init__(self, slots: int = SLOTS) -> None:
-        self.slots = slots
+    def __init__(self) -> None:
         self._sizes: dict[tuple[torch.dtype, torch.device], int] = {}
         self._buffers: dict[tuple[torch.dtype, torch.device, int], CommBuffer] = {}
 
@@ -71,7 +66,6 @@ class Bucket:
         comm_dtype: dtype of the collective.
         accum_dtype: dtype of local accumulation.
         device: where the gradients are.
-        slot: which communication buffer it uses.
     """
 
     def __init__(
@@ -81,7 +75,6 @@ class Bucket:
         comm_dtype: torch.dtype,
         accum_dtype: torch.dtype,
         device: torch.device,
-        slot: int = 0,
     ) -> None:
         self.plan = plan
         self.position = position
@@ -90,7 +83,7 @@ class Bucket:
         self.comm_dtype = comm_dtype
         self.accum_dtype = accum_dtype
         self.device = device
-        self.slot = slot
+        self.slot = position % BufferPool.SLOTS
         self.waiting = 0  # records of which a firing is still awaited
         self.held_back = 0  # 1: never leaves before the sweep
         self.landed = False  # whether this window's shard holds something for this bucket

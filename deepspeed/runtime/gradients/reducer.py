@@ -104,10 +104,9 @@ class GradientReducer:
         self.order = order_for(self.device)
         self.order.watch("gradient reduction")
         self._lane = watchdog.lane(group, f"gradients of engine {ledger.serial}")
-        # Where results leave for the host, a second buffer would only let more gradients wait on the device.
         self.rests_on_host = any(group.on_host for group in layout.groups)
         self.landing = HostLanding(self.device)
-        self.pool = BufferPool(1 if self.rests_on_host else BufferPool.SLOTS)
+        self.pool = BufferPool()
         self.buckets = self._make_buckets()
         self._buckets_of: list[list[Bucket]] = [[] for _ in ledger.records]
         for bucket in self.buckets:
@@ -131,8 +130,7 @@ class GradientReducer:
         for position, plan in enumerate(self.layout.buckets):
             group = self.layout.groups[plan.group]
             comm_dtype = self.settings.comm_dtype or group.comm_dtype or group.dtype
-            slot = position % self.pool.slots
-            buckets.append(Bucket(plan, position, comm_dtype, self._accum_dtype(group), group.device, slot))
+            buckets.append(Bucket(plan, position, comm_dtype, self._accum_dtype(group), group.device))
             self.pool.reserve(plan.numel, comm_dtype, group.device)
         return buckets
 

@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadParamConfig,
     OffloadDeviceEnum,
 )
+from deepspeed.runtime.zero.sharded_parameter import ShardedParameter
 from deepspeed.runtime.zero.state_home import StateHome, homes_in_memory
 
 OffloadConfig = DeepSpeedZeroOffloadOptimizerConfig | DeepSpeedZeroOffloadParamConfig | None
@@ -47,6 +48,12 @@ def place_groups(
     if config.super_offload:
         raise NotImplementedError("offload_optimizer.super_offload is not built; leave it false")
     return cut_groups(place_on_host(groups, world_size, config.ratio), world_size, slice_limit)
+
+
+def bucket_size(config: DeepSpeedZeroOffloadOptimizerConfig | None, configured: int) -> int:
+    """Elements of a bucket: half of what is configured where results leave for the host, since two of them are on their
+    way at a time while autograd fills a third, and together they are to be less than two that are configured."""
+    return max(1, configured // 2) if active(config) else configured
 
 
 def state_homes(
@@ -108,5 +115,30 @@ def shard_memory(config: DeepSpeedZeroOffloadParamConfig | None) -> HostMemory |
     if not active(config):
         return None
     if config.device == OffloadDeviceEnum.nvme:
-        raise NotImplementedError("offload_param.device 'nvme' is not built yet; use 'cpu'")
+        return HostMemory(pinned=False)  # on the way to the files
     return host_memory(config)
+
+
+def shard_store(
+    shards: Sequence[ShardedParameter],
+    config: DeepSpeedZeroOffloadParamConfig | None,
+    aio: Mapping[str, Any] | None = None,
+) -> Any:
+    """The ``ShardStore`` that ``shards``, which are in memory of the host, rest in from here on; None without files.
+
+    Raises:
+        OSError: ``nvme_path`` is not a folder that files can be made in.
+        ValueError: a shard does not fit into a buffer.
+        SwapError: a shard cannot be written.
+    """
+    if config is None or config.device != OffloadDeviceEnum.nvme:
+        return None
+    from deepspeed.runtime.swap_tensor.shard_store import ShardStore
+
+    store = ShardStore(config, aio or AIO_DEFAULT_DICT, dist.get_rank())
+    try:
+        store.rest(shards)
+    except BaseException:
+        store.close()  # the model keeps its weights
+        raise
+    return store

@@ -26,7 +26,7 @@ from deepspeed.runtime.zero.memory_estimators import (
 )
 from deepspeed.runtime.zero.memory_estimators import model_to_params_zero3 as model_to_params
 from deepspeed.runtime.zero.offload_states import Movable
-from deepspeed.runtime.zero.optimizer_offload import host_memory, place_groups, shard_memory, state_homes
+from deepspeed.runtime.zero.optimizer_offload import bucket_size, host_memory, place_groups, shard_memory, state_homes
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer, master_dtypes, refuse_unbuilt
@@ -135,13 +135,15 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
             zero_hpz_partition_size=zero_hpz_partition_size,
             zero_module_granularity_threshold=zero_module_granularity_threshold,
             offload_param_config=offload_param_config,
+            aio_config=aio_config,
         )
         channel = ControlChannel(group)
         record_groups, frozen = make_records(init_optimizer.param_groups, param_names)
         flat_groups = place_groups(
             make_flat_groups(record_groups), offload_optimizer_config, channel.world_size, max(1, sub_group_size)
         )
-        layout = PerParameter(flat_groups, channel.rank, channel.world_size, reduce_bucket_size, reduce_scatter)
+        numel = bucket_size(offload_optimizer_config, reduce_bucket_size)
+        layout = PerParameter(flat_groups, channel.rank, channel.world_size, numel, reduce_scatter)
         reducer = GradientReducer(
             layout,
             layout.make_ledger(),
@@ -176,6 +178,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
                 homes=state_homes(flat_groups, offload_optimizer_config, aio_config),
                 staging=WeightStaging(reducer.settings.host_memory, reducer.order),
                 host=shard_memory(offload_param_config),
+                in_files=self.parameter_offload.store is not None,
             )
         )
 
@@ -199,6 +202,8 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         for device in {shard.device: None for shard in self.weights.shards() if shard.away}:
             for ranks in self.parameter_offload.gathering_ranks():
                 ranks.order(device).await_all()  # what was gathered ahead and not used may still be read
+        if self.parameter_offload.store is not None:
+            self.parameter_offload.store.retry()
         with super()._writing_weights():
             yield
 
@@ -236,7 +241,8 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         """Give this rank's shard of a parameter the values that its master was given. Collective."""
         shard = shard_of(link.record.parameter)
         shard.await_copies()
-        shard.shard.copy_(value)
+        mine = shard.shard
+        shard.put(mine.copy_(value))
         self.parameter_offload.weights_written([shard])
         forget_autocast_copies()
 

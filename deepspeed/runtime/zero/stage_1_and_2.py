@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.memory_estimators import (  # noqa: F401 - looked fo
 )
 from deepspeed.runtime.zero.memory_estimators import model_to_params_zero2 as model_to_params  # noqa: F401
 from deepspeed.runtime.zero.offload_states import Movable, movable_data
-from deepspeed.runtime.zero.optimizer_offload import active, host_memory, place_groups, state_homes
+from deepspeed.runtime.zero.optimizer_offload import active, bucket_size, host_memory, place_groups, state_homes
 from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer, master_dtypes, refuse_unbuilt
 from deepspeed.runtime.zero.stage_1_and_2_surface import PartitionedOptimizerSurface
 
@@ -117,7 +117,7 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
             flat_groups,
             channel.rank,
             channel.world_size,
-            reduce_bucket_size,
+            bucket_size(offload_optimizer_config, reduce_bucket_size),
             reduce_scatter,
             aligned_bytes=ALIGNED_BYTES if parameter_alignment else 0,
             padding_multiple=PADDING_PER_RANK,

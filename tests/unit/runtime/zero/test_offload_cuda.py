@@ -121,7 +121,7 @@ class TestMemory(DistributedTest):
 
     @pytest.mark.parametrize("stage", [1, 2, 3])
     def test_device_and_host(self, stage: int) -> None:
-        """Device: weights, one communication buffer, one bucket of ``.grad``, 16 MiB for the way to the host.
+        """Device: weights, less than two buckets (communication and ``.grad``), 16 MiB for the way to the host.
         Host: 16 bytes per parameter, and two buffers for weights."""
         before = allocated_by_libraries()
         numel, bucket = LAYERS * WIDTH * WIDTH, 2 * BUCKET
