@@ -2,6 +2,7 @@
 """Nested states with their tensors in host memory, to be written now or while training goes on."""
 
 import copy
+import functools
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -79,13 +80,18 @@ class HostBuffers:
         self._free: dict[_Key, list[torch.Tensor]] = {}
         self._taken: list[tuple[_Key, torch.Tensor]] = []
         self._devices: set[torch.device] = set()
+        self._later: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
     @torch.no_grad()
-    def snapshot(self, value: Any) -> Any:
-        """A copy of ``value`` that shares nothing mutable with it. Call ``wait`` before reading it."""
-        return map_state(value, self._copy, copy.deepcopy)
+    def snapshot(self, value: Any, rests: Callable[[torch.Tensor], bool] = lambda tensor: False) -> Any:
+        """A copy of ``value`` that shares nothing mutable with it. Call ``wait`` and ``copy_later`` before reading it.
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        Args:
+            rests: whether a tensor in host memory stays as it is until ``copy_later`` has returned.
+        """
+        return map_state(value, functools.partial(self._copy, rests), copy.deepcopy)
+
+    def _copy(self, rests: Callable[[torch.Tensor], bool], tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout != torch.strided:
             return tensor.to("cpu", copy=True)
         on_device = tensor.device.type != "cpu"
@@ -95,7 +101,27 @@ class HostBuffers:
         self._taken.append((key, buffer))
         if on_device:
             self._devices.add(tensor.device)
+        elif rests(tensor):
+            self._later.append((buffer, tensor, tensor._version))
+            return buffer
         return buffer.copy_(tensor, non_blocking=on_device)
+
+    @torch.no_grad()
+    def copy_later(self) -> None:
+        """Copy what was left out since it rests. By any thread.
+
+        Raises:
+            RuntimeError: it did not rest.
+        """
+        later, self._later = self._later, []
+        for buffer, tensor, version in later:
+            buffer.copy_(tensor)
+            if tensor._version != version:
+                raise RuntimeError(
+                    "masters or optimizer state were changed while they were copied for a checkpoint, by something else"
+                    " than a step or an accessor (deepspeed.utils.safe_set_...). Change them there, or save without"
+                    " checkpoint.writer.decoupled"
+                )
 
     def wait(self) -> None:
         """Until all copies are complete; what no snapshot since ``release`` has used is freed."""
@@ -105,7 +131,8 @@ class HostBuffers:
         self._free.clear()
 
     def release(self) -> None:
-        """The snapshots were read: their memory serves the next ones."""
+        """The snapshots were read, or are not wanted any more: their memory serves the next ones."""
+        self._later.clear()
         for key, buffer in self._taken:
             self._free.setdefault(key, []).append(buffer)
         self._taken.clear()

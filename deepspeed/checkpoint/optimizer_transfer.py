@@ -2,7 +2,7 @@
 """Between a live optimizer of any stage and what stands in checkpoint files."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer
 from deepspeed.runtime.zero.sharded_parameter import shard_of
 from deepspeed.utils.tensor_fragment import fragment_address
 
+WORTH_A_WAIT = 1 << 16  # bytes from which a tensor is copied by another thread
 # Of a torch optimizer's settings: how it computes on this device, not what.
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
@@ -68,6 +69,18 @@ def partitioned_state(optimizer: PartitionedOptimizer, stage: int) -> dict[str, 
         "param_slice_mappings": [_slice_mapping(group) for group in groups],
         "flat_groups": [_flat_group(group) for group in groups],
     }
+
+
+def rests_until_written(optimizer: PartitionedOptimizer) -> Callable[[torch.Tensor], bool]:
+    """Tells masters and optimizer state, which nobody writes to but ``MasterWeights``, from the rest of a state."""
+    weights = optimizer.weights
+    resting = {
+        tensor.untyped_storage().data_ptr()
+        for index, home in enumerate(weights.homes)
+        if home.always_resident
+        for tensor in weights.tensors(index).values()
+    }
+    return lambda tensor: tensor.nbytes >= WORTH_A_WAIT and tensor.untyped_storage().data_ptr() in resting
 
 
 def _values_to_save(optimizer: PartitionedOptimizer) -> tuple[dict[str, Any], list[torch.Tensor]]:
@@ -308,7 +321,9 @@ def fill_parameter(parameter: torch.nn.Parameter, saved: SavedParameter) -> None
         parameter.data.copy_(saved.whole(MASTER))
     elif shard.full is None and shard.aside is None:
         shard.await_copies()
-        saved.fill(MASTER, shard.shard[: shard.end - shard.begin], shard.begin, shard.end)
+        mine = shard.shard
+        saved.fill(MASTER, mine[: shard.end - shard.begin], shard.begin, shard.end)
+        shard.put(mine)
         shard.written()
     else:
         shard.write(saved.whole(MASTER).to(shard.device))

@@ -21,6 +21,7 @@ from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, Checkpoint
 from deepspeed.runtime.checkpoint_engine.unfinished import UnfinishedSave
 from deepspeed.runtime.engine_loading import EngineLoading, aliases_of
 from deepspeed.runtime.parameter_handover import logical_shape
+from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer
 from deepspeed.runtime.zero.sharded_parameter import shard_of
 from deepspeed.utils.logging import logger
 
@@ -135,7 +136,7 @@ class EngineCheckpoint(EngineLoading):
             save.writer.create(save.info)
             contents = make_contents()
             for name, content in contents.items():
-                save.writer.save(content, os.path.join(save.staging, name))
+                self._save_file(save.writer, os.path.join(save.staging, name), content)
             return list(contents)
 
         try:
@@ -147,6 +148,15 @@ class EngineCheckpoint(EngineLoading):
         by_rank = channel.gather(save.own, "what each rank writes")
         save.by_rank = [names if rank in sharing.ranks else [] for rank, names in enumerate(by_rank)]
         save.writer.begin_commit(save.info)
+
+    def _save_file(self, writer: CheckpointEngine, path: str, content: Any) -> None:
+        stepper = self._stepper
+        if not (files.is_optim_file(os.path.basename(path)) and isinstance(stepper, PartitionedOptimizer)):
+            writer.save(content, path)
+            return
+        wait = writer.save_resting(content, path, optimizer_transfer.rests_until_written(stepper))
+        if wait is not None:
+            stepper.weights.read_beside(wait)
 
     def _complete_written_save(self) -> None:
         """At a boundary step: make a checkpoint appear that was written meanwhile, if all ranks have. Collective."""

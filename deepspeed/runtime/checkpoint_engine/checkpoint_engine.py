@@ -3,8 +3,11 @@
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from deepspeed.checkpoint import storage
 
@@ -46,6 +49,18 @@ class CheckpointEngine(ABC):
         Raises:
             OSError: it cannot be written. An engine that writes later raises at ``commit``.
         """
+
+    def save_resting(
+        self, state_dict: Any, path: str, rests: Callable[[torch.Tensor], bool]
+    ) -> Callable[[], None] | None:
+        """As ``save``, of tensors some of which stay as they are until the returned function was called and has
+        returned; None: they need not.
+
+        Args:
+            rests: whether a tensor is one of them.
+        """
+        self.save(state_dict, path)
+        return None
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a folder and those above it."""

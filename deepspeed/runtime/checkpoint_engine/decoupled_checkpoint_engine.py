@@ -2,7 +2,10 @@
 """Writing while training goes on (``checkpoint.writer.decoupled``)."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from deepspeed.checkpoint.host_copies import HostBuffers
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
@@ -14,7 +17,8 @@ DEFAULT_CHECKPOINT_TIMEOUT_SECONDS = 300
 
 
 class DecoupledCheckpointEngine(CheckpointEngine):
-    """``save`` copies to host memory and returns; a thread writes the copies.
+    """``save`` copies to host memory and returns; a thread writes the copies. What rests until the next step is copied
+    by the thread as well.
 
     The thread is not a daemon: the interpreter does not end before the files are on the disk.
 
@@ -29,6 +33,7 @@ class DecoupledCheckpointEngine(CheckpointEngine):
         self._thread: threading.Thread | None = None
         self._queue: list[tuple[Any, str]] = []
         self._fault: BaseException | None = None
+        self._copied = threading.Event()
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """A checkpoint begins; one that is being written is waited for, and what went wrong with it is raised."""
@@ -39,19 +44,34 @@ class DecoupledCheckpointEngine(CheckpointEngine):
     def save(self, state_dict: Any, path: str) -> None:
         self._queue.append((self._buffers.snapshot(state_dict), path))
 
+    def save_resting(
+        self, state_dict: Any, path: str, rests: Callable[[torch.Tensor], bool]
+    ) -> Callable[[], None] | None:
+        self._queue.append((self._buffers.snapshot(state_dict, rests), path))
+        return self._await_copies
+
+    def _await_copies(self) -> None:
+        if self._thread is not None:  # else the checkpoint has been given up
+            self._copied.wait()
+
     def begin_commit(self, info: CheckpointCommitInfo) -> None:
         """Write what was handed over, from now on."""
         self._buffers.wait()
+        self._copied.clear()
         self._thread = threading.Thread(target=self._write_all, name="checkpoint writer")
         self._thread.start()
 
     def _write_all(self) -> None:
         try:
+            self._buffers.copy_later()
+            self._copied.set()
             while self._queue:
                 content, path = self._queue.pop(0)
                 self._writer.write(content, path)
         except BaseException as error:  # noqa: BLE001 - the caller of commit() gets it
             self._fault = error
+        finally:
+            self._copied.set()
 
     def load(self, path: str, map_location: Any = None) -> Any:
         return self._writer.load(path, map_location)

@@ -92,6 +92,7 @@ class MasterWeights:
         self.flats: list[torch.Tensor] = []
         self.masters: list[torch.Tensor] = []
         self.stepped: list[torch.Tensor] = []
+        self._readers: list[Callable[[], None]] = []
         with torch.no_grad():
             for group, home in zip(layout.groups, self.homes):
                 self.flats.append(self._flatten(group))
@@ -119,6 +120,8 @@ class MasterWeights:
     def visit(self, write: bool = True) -> Iterator[list[int]]:
         """All groups, in batches that are resident together; see ``StateHome.visit``. First those that are in memory,
         those on the device in front, so that it works while the host does."""
+        if write:
+            self._await_readers()
         in_memory = [group.index for group in self.layout.groups if self.homes[group.index].always_resident]
         if in_memory:
             yield sorted(in_memory, key=lambda index: self.layout.groups[index].on_host)
@@ -131,8 +134,18 @@ class MasterWeights:
 
     def resident(self, index: int, write: bool = True) -> AbstractContextManager[None]:
         """The master and the state of one group are in memory inside. Not within a ``visit``."""
+        if write:
+            self._await_readers()
         home = self.homes[index]
         return nullcontext() if home.always_resident else home.resident(index, write)
+
+    def read_beside(self, wait: Callable[[], None]) -> None:
+        """Masters and state that are in memory are being read by a thread. They are written to after ``wait``."""
+        self._readers.append(wait)
+
+    def _await_readers(self) -> None:
+        while self._readers:
+            self._readers.pop()()
 
     def values(self, index: int) -> dict[str, torch.Tensor]:
         """As ``tensors``, with their values also where they are not in memory: to be read, outside of a ``visit`` and
@@ -249,14 +262,18 @@ class ShardWeights(MasterWeights):
 
     Args:
         host: how memory of the host is allocated, where shards rest on the host (``offload_param``); None: they do not.
+        in_files: shards rest in files, but for some; there are no flat tensors then.
         settings: further arguments of ``MasterWeights``.
     """
 
-    def __init__(self, *args: Any, host: HostMemory | None = None, **settings: Any) -> None:
+    def __init__(self, *args: Any, host: HostMemory | None = None, in_files: bool = False, **settings: Any) -> None:
         self._host = host
+        self._in_files = in_files
         super().__init__(*args, **settings)
 
     def _flatten(self, group: FlatGroup) -> torch.Tensor:
+        if self._in_files:
+            return torch.empty(0, dtype=group.dtype)
         if self._host is not None:
             flat = self._host.zeros(group.shard_numel, group.dtype)
         else:
@@ -277,7 +294,34 @@ class ShardWeights(MasterWeights):
         return self._host is None and super()._goes_through_staging(index)
 
     def own_slice(self, index: int) -> torch.Tensor:
-        return self.flats[index]
+        if not self._in_files:
+            return self.flats[index]
+        group = self.layout.groups[index]
+        flat = torch.zeros(group.shard_numel, dtype=group.dtype)
+        for shard, begin in self._places(group):
+            flat.narrow(0, begin, shard.slice_numel).copy_(shard.shard)
+        return flat
+
+    def target(self, index: int) -> torch.Tensor:
+        if not self._in_files:
+            return super().target(index)
+        group = self.layout.groups[index]
+        return torch.empty(group.shard_numel, dtype=group.dtype)
+
+    @contextmanager
+    def sending(self, index: int, target: torch.Tensor) -> Iterator[None]:
+        if not self._in_files:
+            with super().sending(index, target):
+                yield
+            return
+        for shard, begin in self._places(self.layout.groups[index]):
+            shard.put(target.narrow(0, begin, shard.slice_numel))
+        yield
+
+    @staticmethod
+    def _places(group: FlatGroup) -> list[tuple[ShardedParameter, int]]:
+        """The shards of a group, and where each begins in this rank's part of the group."""
+        return [(shard_of(record.parameter), own.shard_begin) for record, own in zip(group.records, group.own)]
 
     def shards(self) -> list[ShardedParameter]:
         """All parameters that have masters."""

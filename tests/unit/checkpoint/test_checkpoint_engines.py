@@ -15,7 +15,7 @@ import torch
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.checkpoint import files, folders, record_sums, storage
+from deepspeed.checkpoint import files, folders, optimizer_transfer, record_sums, storage
 from deepspeed.checkpoint.block_stream import Blocks, BlockStream
 from deepspeed.checkpoint.host_copies import HostBuffers, writable_state
 from deepspeed.runtime.checkpoint_engine import (
@@ -30,6 +30,7 @@ from deepspeed.runtime.checkpoint_engine import (
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.model_checkpointing import CheckpointWriterFactory
 from deepspeed.runtime.model_checkpointing.config import get_checkpoint_writer_config
+from deepspeed.utils import safe_set_full_fp32_param
 from unit.common import DistributedTest
 from unit.runtime.engine_cases import batches_of, make_config, make_engine, run_window
 
@@ -123,6 +124,41 @@ class TestDecoupledSave(DistributedTest):
         assert client["noted"]["list"] == [1] and client["noted"]["tensor"].tolist() == [1.0] * 3
         for one in (engine, other):
             one.destroy()
+
+    def test_a_step_waits_for_what_is_copied_beside(self, tmpdir, monkeypatch):
+        """Masters and state are copied by the thread; whatever writes to them next waits for that."""
+        monkeypatch.setattr(optimizer_transfer, "WORTH_A_WAIT", 0)
+        copy_later, copied = HostBuffers.copy_later, []
+
+        def slowly(buffers):
+            copied.append(len(buffers._later))
+            time.sleep(0.3)
+            copy_later(buffers)
+
+        monkeypatch.setattr(HostBuffers, "copy_later", slowly)
+        for stage in (0, 1, 2, 3):
+            folder = f"{tmpdir}/{stage}"
+            engine = make(stage, **DECOUPLED)
+            train(engine, 2)
+            for tag in ("step", "accessor"):
+                before = state_of(engine)
+                engine.save_checkpoint(folder, tag)
+                if tag == "step":
+                    train(engine, 1, seed=5)
+                for weight in engine.module.parameters() if tag == "accessor" else ():
+                    if weight.requires_grad:
+                        safe_set_full_fp32_param(weight, torch.zeros(getattr(weight, "ds_shape", weight.shape)))
+                assert not all(torch.equal(*pair) for pair in zip(before, state_of(engine)))
+                other, _, _ = load_fresh(stage, folder, tag=tag)
+                check_same(state_of(other), before)
+                other.destroy()
+            if stage:
+                engine.save_checkpoint(folder, "direct")
+                next(iter(engine.optimizer.state.values()))["exp_avg"].add_(1)
+                with pytest.raises(storage.CheckpointError, match="changed while they were copied"):
+                    engine.load_checkpoint(folder, "step")
+            engine.destroy()
+            assert copied[-1] == (0 if stage == 0 else 3), "master and two moments of one group"
 
     def test_the_next_save_waits(self, tmpdir, monkeypatch):
         folder = str(tmpdir)
