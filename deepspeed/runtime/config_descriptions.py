@@ -44,11 +44,12 @@ DESCRIPTIONS: dict[str, str] = {
     "inference": "Options of the inference engine, which client libraries read.",
     # Optimizer and scheduler
     "optimizer.type": (
-        "Adam, AdamW, Adagrad and others of this package in any case, or a class of `torch.optim` by its exact name."
+        "Adam, AdamW, Adagrad, Lion, Lamb or Muon in any case, or a class of `torch.optim` by its exact name; which "
+        "implementation that is stands in docs/optimizers.md."
     ),
     "optimizer.params": (
-        "Arguments of the constructor. For Adam also `adam_w_mode` (default true: AdamW) and, without effect so far, "
-        "`torch_adam`."
+        "Arguments of the constructor. For Adam also `adam_w_mode` (default true: AdamW), `torch_adam` (torch's class), "
+        "`bias_correction` and `fp32_optimizer_states`; for Muon `muon_lr` and `adam_lr`."
     ),
     "optimizer.legacy_fusion": "Historic variant of the fused step.",
     "scheduler.type": (
