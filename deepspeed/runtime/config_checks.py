@@ -223,10 +223,6 @@ def offloads(section: Any) -> bool:
     return section is not None and section.device != OffloadDeviceEnum.none
 
 
-def _offloads_to(section: Any, device: OffloadDeviceEnum) -> bool:
-    return section is not None and section.device == device
-
-
 def _section_enabled(name: str) -> Callable[[DeepSpeedConfig], bool]:
     return lambda config: read_section(config._param_dict, name).get("enabled", False) not in (False, None, AUTO)
 
@@ -241,11 +237,6 @@ def _section_not_empty(name: str) -> Callable[[DeepSpeedConfig], bool]:
 
 # Config key, what it would need, when it is switched on. Remove a line when the feature exists.
 _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
-    (
-        "zero_optimization.offload_param.nvme_path",
-        "parameter offload to nvme",
-        lambda c: _offloads_to(c.zero_config.offload_param, OffloadDeviceEnum.nvme),
-    ),
     ("aio.use_gds", "GPUDirect storage", lambda c: c.aio_config["use_gds"]),
     (
         "zero_optimization.offload_optimizer.super_offload",

@@ -212,6 +212,7 @@ def parameter_offload(module: torch.nn.Module, config: DeepSpeedConfig, group: A
         use_all_reduce_for_fetch_params=zero.use_all_reduce_for_fetch_params,
         allgather_sequential=zero.allgather_sequential,
         offload_param_config=zero.offload_param,
+        aio_config=config.aio_config,
     )
 
 

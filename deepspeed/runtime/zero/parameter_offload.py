@@ -19,7 +19,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.gradients import autograd_internals as autograd
 from deepspeed.runtime.utils import tensors_in
-from deepspeed.runtime.zero.optimizer_offload import shard_memory
+from deepspeed.runtime.zero.optimizer_offload import shard_memory, shard_store
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, make_secondary
 from deepspeed.runtime.zero.sharded_parameter import (
     ShardedParameter,
@@ -345,6 +345,7 @@ class DeepSpeedZeRoOffload:
         use_all_reduce_for_fetch_params: gather by summing with zeros.
         allgather_sequential: one parameter after the other.
         offload_param_config: where shards rest. Those that are not there yet are moved.
+        aio_config: section ``aio`` of the config, for shards in files; None: its defaults.
     """
 
     def __init__(
@@ -366,6 +367,7 @@ class DeepSpeedZeRoOffload:
         zero_module_granularity_threshold: int = 0,
         use_all_reduce_for_fetch_params: bool = False,
         allgather_sequential: bool = False,
+        aio_config: Any = None,
     ) -> None:
         if zenflow:
             raise NotImplementedError("ZenFlow is not built")
@@ -380,6 +382,8 @@ class DeepSpeedZeRoOffload:
         rest_shards(self.shards, shard_memory(offload_param_config))
         for name, parameter in module.named_parameters():
             shard_of(parameter).name = repr(name)
+        self.store = shard_store(self.shards, offload_param_config, aio_config)
+        self.coordinator.reads_ahead = self.store is not None
         for ranks in {shard.ranks: None for shard in self.shards}:
             ranks.by_all_reduce = use_all_reduce_for_fetch_params
             ranks.one_by_one = allgather_sequential
@@ -536,6 +540,8 @@ class DeepSpeedZeRoOffload:
         for shard in self.shards:
             if shard.coordinator is self.coordinator and shard.full is not None and not shard.held:
                 shard.hide()
+        if self.store is not None:
+            self.store.close()
         self.remove_hooks()
 
     def remove_hooks(self) -> None:

@@ -23,6 +23,8 @@ from deepspeed.runtime.zero.sharded_parameter import (
 )
 from deepspeed.runtime.zero.usage_order import UsageOrder
 
+USES_READ_AHEAD = 64  # of modules, that are looked through for shards in files
+
 
 class ZeRoTraceMode(Enum):
     """What is known of the order of modules."""
@@ -83,6 +85,7 @@ class PartitionedParameterCoordinator:
         self.available_numel = 0
         self.peak_numel = 0
         self.gathers = 0
+        self.reads_ahead = False  # shards rest in files
 
     # ------------------------------------------------------------------ forward
 
@@ -227,6 +230,8 @@ class PartitionedParameterCoordinator:
             self._start(missing, order)
         if order is not None and self._ahead <= self._bucket // 2:
             self._prefetch(order, needed)
+        if order is not None and self.reads_ahead:
+            self._read_ahead(order)
         for shard in shards:
             if shard.ahead:
                 shard.ahead = False
@@ -282,6 +287,14 @@ class PartitionedParameterCoordinator:
                 if not shard.persistent:
                     shard.ahead = True
                     self._ahead += shard.numel
+
+    def _read_ahead(self, order: UsageOrder) -> None:
+        """Begin to read shards that rest in files and come after what is gathered ahead, as buffers allow."""
+        for use in order.beyond(USES_READ_AHEAD):
+            for shard in _shards_used(use):
+                waits = shard.store is not None and shard.parameter.ds_status is NOT_AVAILABLE
+                if waits and not shard.store.read_ahead(shard):
+                    return
 
     def release(self, shard: ShardedParameter) -> None:
         """Let go of a whole weight that was gathered here."""

@@ -180,7 +180,7 @@ class ShardedParameter:
     __slots__ = (
         "parameter", "ranks", "shape", "numel", "slice_numel", "dtype", "device", "away", "name", "full", "aside",
         "gather", "held", "saved", "window", "version", "dropped", "persistent", "ahead", "secondary", "coordinator",
-        "__weakref__",
+        "store", "__weakref__",
     )  # fmt: skip
 
     def __init__(
@@ -207,6 +207,7 @@ class ShardedParameter:
         self.ahead = False  # gathered before anybody asked
         self.secondary: SecondaryShard | None = None
         self.coordinator: Any = None  # of the engine that gathers it; None outside of one
+        self.store: Any = None  # the ShardStore whose file the shard rests in; None: it is in memory
         shard = torch.zeros(self.slice_numel, dtype=self.dtype, device=shard_device or self.device)
         own = self.own_slice(parameter.data.reshape(-1))
         shard[: own.numel()].copy_(own)
@@ -216,7 +217,16 @@ class ShardedParameter:
 
     @property
     def shard(self) -> torch.Tensor:
-        return self.parameter.ds_tensor
+        """The shard, 1-D; where it rests in a file, its values in memory of their own: ``put`` takes them back."""
+        return self.parameter.ds_tensor if self.store is None else self.store.read(self)
+
+    def put(self, values: torch.Tensor) -> None:
+        """Give the shard the values of ``values``, which is what ``shard`` was or another 1-D tensor of that size in
+        memory of the host; it must not be changed afterwards."""
+        if self.store is not None:
+            self.store.write(self, values)
+        elif values is not self.parameter.ds_tensor:
+            self.parameter.ds_tensor.copy_(values)
 
     @property
     def begin(self) -> int:
@@ -273,7 +283,9 @@ class ShardedParameter:
         flat = whole.detach().reshape(-1)
         own = self.own_slice(flat)
         self.await_copies()
-        self.shard[: own.numel()].copy_(own)
+        mine = self.shard
+        mine[: own.numel()].copy_(own)
+        self.put(mine)
         for full in (self.full, self.aside):
             if full is not None and not self.aliased:
                 full[: self.numel].copy_(flat)
@@ -424,36 +436,51 @@ class Gather:
         with plain_tensors(), span_range("deepspeed.gather", shards):
             self._start()
 
+    def _sizes(self) -> list[int]:
+        """Elements of each parameter that one rank contributes."""
+        if self._secondary:
+            return [shard.secondary.data.numel() for shard in self.shards]
+        return [shard.slice_numel for shard in self.shards]
+
     def _sources(self) -> list[torch.Tensor]:
         if self._secondary:
             return [shard.secondary.data for shard in self.shards]
         return [shard.shard for shard in self.shards]
 
-    def _start(self) -> None:
-        sources, ranks = self._sources(), self._ranks
-        if self.shards[0].aliased and not self._secondary:
-            self._fulls = sources
+    def _copy_to_device(self, own: torch.Tensor) -> None:
+        """Shards that rest on the host, or in a file, to this rank's part of what is gathered."""
+        into, store = own.split(self._sizes()), self.shards[0].store
+        if store is not None:
+            store.bring(self.shards, into, self._order)
             return
-        width = sum(source.numel() for source in sources)
+        for part, source in zip(into, self._sources()):
+            part.copy_(source, non_blocking=True)
+
+    def _start(self) -> None:
+        ranks, sizes = self._ranks, self._sizes()
+        if self.shards[0].aliased and not self._secondary:
+            self._fulls = self._sources()
+            return
+        width = sum(sizes)
         first = self.shards[0]
         rows = torch.empty(ranks.world_size * width, dtype=first.dtype, device=first.device)
         own = rows.narrow(0, ranks.rank * width, width)
         away = first.away and not self._secondary
         if not away:
+            sources = self._sources()
             torch.cat(sources, out=own) if len(sources) > 1 else own.copy_(sources[0])
         self._rows = rows
         # All memory comes from the current stream's pool: what the side stream does with it is over before ``wait``
         # returns, and only after that can it be let go of.
-        single = len(sources) == 1
-        self._fulls = [rows] if single else [rows.new_empty(ranks.world_size * source.numel()) for source in sources]
+        single = len(sizes) == 1
+        self._fulls = [rows] if single else [rows.new_empty(ranks.world_size * size) for size in sizes]
         if width == 0:
             self._take_out()
             return
         self._order.fork()
         with self._order.side():
             if away:
-                for into, source in zip(own.split([source.numel() for source in sources]), sources):
-                    into.copy_(source, non_blocking=True)
+                self._copy_to_device(own)
             self._works = collectives.gather_rows(rows, ranks.rank, ranks.group, ranks.by_all_reduce)
             if self._order.asynchronous or not self._works:
                 self._await()
@@ -478,7 +505,7 @@ class Gather:
         """From one row per rank to one contiguous tensor per parameter."""
         if len(self.shards) > 1:
             world_size = self._ranks.world_size
-            columns = self._rows.view(world_size, -1).split([source.numel() for source in self._sources()], dim=1)
+            columns = self._rows.view(world_size, -1).split(self._sizes(), dim=1)
             autograd.copy_each([full.view(world_size, -1) for full in self._fulls], list(columns))
 
     def wait(self) -> None:
@@ -521,7 +548,8 @@ def start_gathers(shards: Iterable[ShardedParameter], prefer_secondary: bool = F
         elif shard.numel >= LARGE or shard.aliased:
             started.append(Gather([shard], secondary))
         else:
-            batches.setdefault((shard.ranks, shard.dtype, shard.device, secondary, shard.away), []).append(shard)
+            kind = (shard.ranks, shard.dtype, shard.device, secondary, shard.away, id(shard.store))
+            batches.setdefault(kind, []).append(shard)
     started += [Gather(batch, key[3]) for key, batch in batches.items()]
     return started
 

@@ -73,6 +73,10 @@ class UsageOrder(Generic[Event, Item]):
             self.looked_ahead += 1
             yield self._learnt[self.looked_ahead - 1]
 
+    def beyond(self, count: int) -> list[Event]:
+        """The next ``count`` events that ``ahead`` has not given yet; it gives them still."""
+        return self._learnt[self.looked_ahead : self.looked_ahead + count]
+
     def step_back(self) -> None:
         """The last event that ``ahead`` gave is to be given again."""
         self.looked_ahead -= 1
