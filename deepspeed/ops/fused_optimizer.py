@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What FusedAdam, FusedLion and FusedLamb share: from parameter groups to updates that one launch can do."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -55,16 +55,28 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.step_each({})
+        return loss
+
+    @torch.no_grad()
+    def step_each(
+        self, low_precision: Mapping[torch.Tensor, torch.Tensor], grad_scale: float | torch.Tensor = 1.0
+    ) -> None:
+        """One step with the gradients in ``.grad``, as ``step_flat`` for all parameters together.
+
+        Args:
+            low_precision: of a parameter, memory of the same size that receives its new values, rounded.
+            grad_scale: see ``step_flat``.
+        """
         for group in self.param_groups:
             updates = [
-                self._prepare(parameter, parameter.grad, self.state[parameter], group)
+                self._prepare(parameter, parameter.grad, self.state[parameter], group, low_precision.get(parameter))
                 for parameter in group["params"]
                 if parameter.grad is not None
             ]
             if updates:
                 self._advance(updates)
-                self._update(updates, group, 1.0)
-        return loss
+                self._update(updates, group, grad_scale)
 
     @torch.no_grad()
     def step_flat(

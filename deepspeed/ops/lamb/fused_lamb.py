@@ -4,7 +4,7 @@
 You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2020).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -118,16 +118,24 @@ class FusedLamb(FusedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        factor = self._clip_factor(1.0 / scale)
+        self.step_each({}, 1.0 / scale)
+        return loss
+
+    @torch.no_grad()
+    def step_each(
+        self, low_precision: Mapping[torch.Tensor, torch.Tensor], grad_scale: float | torch.Tensor = 1.0
+    ) -> None:
+        """As ``FusedOptimizer.step_each``. Collective where parameters are partitioned."""
+        factor = self._clip_factor(grad_scale)
         for group in self.param_groups:
             on_device: dict[torch.device, list[tuple[torch.Tensor, TensorUpdate]]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    update = self._prepare(parameter, parameter.grad, self.state[parameter], group)
+                    state, low = self.state[parameter], low_precision.get(parameter)
+                    update = self._prepare(parameter, parameter.grad, state, group, low)
                     on_device.setdefault(parameter.device, []).append((parameter, update))
             for updates in on_device.values():
                 self._step_group(updates, group, factor)
-        return loss
 
     @torch.no_grad()
     def step_flat(
@@ -151,7 +159,7 @@ class FusedLamb(FusedOptimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def _clip_factor(self, factor: float) -> float | torch.Tensor:
+    def _clip_factor(self, factor: float | torch.Tensor) -> float | torch.Tensor:
         """By what gradients are multiplied so that their norm, after ``factor``, is at most ``max_grad_norm``."""
         limit = max((group["max_grad_norm"] for group in self.param_groups), default=0.0)
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]

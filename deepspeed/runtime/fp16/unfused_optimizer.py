@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.control import ControlChannel
+from deepspeed.ops.fused_optimizer import FusedOptimizer
 from deepspeed.runtime.base_optimizer import GradientNorm, ZeROOptimizer, make_records
 from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
@@ -146,18 +147,25 @@ class ReplicatedOptimizer(ZeROOptimizer):
 
     @torch.no_grad()
     def _update(self, shards: list[torch.Tensor], factor: float | torch.Tensor) -> None:
-        scale_each(shards, factor)
-        low_precision, masters = [], []
+        in_one_pass = isinstance(self.optimizer, FusedOptimizer)
+        if not in_one_pass:
+            scale_each(shards, factor)
+        low: dict[torch.Tensor, torch.Tensor] = {}
         for record, view in self._gradient_views():
             master = self.masters[record]
             master.grad = view if view.dtype == master.dtype else view.to(master.dtype)
             if master is not record.parameter:
-                low_precision.append(record.parameter)
-                masters.append(master)
-        self.optimizer.step()
+                low[master] = record.parameter
+        if in_one_pass:
+            self.optimizer.step_each(low, factor)
+        else:
+            self.optimizer.step()
         for master in self.masters.values():
             master.grad = None
-        copy_each(low_precision, masters)
+        if in_one_pass:
+            self.optimizer.step()  # finds no gradient and steps nothing: for its hooks, and whoever counts its steps
+        else:
+            copy_each(list(low.values()), list(low))
 
     def public_norm(self, norm: GradientNorm | None) -> Any:
         return None if norm is None else norm.read()

@@ -175,6 +175,29 @@ def test_many_tensors_and_odd_addresses(family: str, device: str) -> None:
     assert base[0] == 0
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_parameters_are_scaled_and_rounded_together(family: str, device: str) -> None:
+    """Some have low-precision weights beside them, of either dtype, and some have none."""
+    options = OPTIONS[family][-1]
+    drawn = [values(size, 3, device) for size in (4, 9, 1000, 1023, 2050)]
+    optimizer = make(family, [weight for weight, _ in drawn], **options)
+    parameters = optimizer.param_groups[0]["params"]
+    low = {
+        parameter: torch.zeros_like(parameter, dtype=dtype)
+        for parameter, dtype in zip(parameters, [None, torch.bfloat16, torch.float16, torch.bfloat16, None])
+        if dtype is not None
+    }
+    for step in range(3):
+        for parameter, (_, gradients) in zip(parameters, drawn):
+            parameter.grad = gradients[step]
+        optimizer.step_each(low, torch.tensor(0.25, device=device))
+    for parameter, (weight, gradients) in zip(parameters, drawn):
+        assert_close(family, parameter.detach(), weight, [gradient * 0.25 for gradient in gradients], **options)
+        if parameter in low:
+            assert torch.equal(low[parameter], parameter.detach().to(low[parameter].dtype))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_that_joined_late_have_their_own_step(family: str) -> None:
     options = OPTIONS[family][0]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed.runtime.zero.muon import original_muon, whole_matrices
+from deepspeed.utils import safe_get_full_fp32_param
 from unit.common import DistributedTest
 from unit.graphs import weights_of
 from unit.ops import update_reference
@@ -105,6 +106,35 @@ class TestWholeParameters(DistributedTest):
                 if name.startswith(("first", "last")):
                     assert not torch.equal(weight, start[name])
             engine.destroy()
+
+
+class TestSixteenBitWeights(DistributedTest):
+    world_size = 1
+    reuse_dist_env = True
+
+    @pytest.mark.parametrize("kind", ["Muon", "Lamb", "Lion"])
+    def test_weights_are_the_rounded_masters_of_every_stage(self, kind: str) -> None:
+        """On one rank the gradients of the stages are the same bit by bit."""
+        found = []
+        for stage in (0, 1, 3):
+            config = config_of(kind, stage, {}) | {"bf16": {"enabled": True}}
+            config["optimizer"]["params"] = {"lr": 0.05, "weight_decay": 0.1}
+            engine = cases.make_engine(config)
+            start = weights_of(engine.module)
+            for step in range(STEPS):
+                cases.run_window(engine, cases.batches_of(0, 1, "bf16", seed=step))
+                engine.step()
+            found.append(weights_of(engine.module))
+            for name, parameter in engine.module.named_parameters():
+                if parameter.requires_grad:
+                    master = safe_get_full_fp32_param(parameter)
+                    assert master.dtype == torch.float32
+                    assert torch.equal(master.bfloat16(), found[-1][name]), (kind, stage, name)
+            engine.destroy()
+        for other in found[1:]:
+            for name, weight in found[0].items():
+                torch.testing.assert_close(other[name], weight, rtol=2**-7, atol=1e-6, msg=f"{kind}: {name}")
+        assert not torch.equal(found[0]["first.weight"], start["first.weight"])
 
 
 class TestCheckpointsOfWholeParameters(DistributedTest):
