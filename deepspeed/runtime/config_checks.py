@@ -237,7 +237,6 @@ def _section_not_empty(name: str) -> Callable[[DeepSpeedConfig], bool]:
 
 # Config key, what it would need, when it is switched on. Remove a line when the feature exists.
 _UNSUPPORTED: list[tuple[str, str, Callable[[DeepSpeedConfig], bool]]] = [
-    ("aio.use_gds", "GPUDirect storage", lambda c: c.aio_config["use_gds"]),
     (
         "zero_optimization.offload_optimizer.super_offload",
         "SuperOffload",

@@ -128,14 +128,14 @@ DESCRIPTIONS: dict[str, str] = {
     "zero_optimization.leaf_module.names": "By module name.",
     "zero_optimization.leaf_module.name_suffixes": "By the end of the module name.",
     "zero_optimization.offload_param.device": "Where weights are kept.",
-    "zero_optimization.offload_param.nvme_path": "Folder for `nvme`.",
-    "zero_optimization.offload_param.buffer_count": "Buffers for weights that are read or written.",
-    "zero_optimization.offload_param.buffer_size": "Elements of each buffer.",
-    "zero_optimization.offload_param.max_in_cpu": "Elements that stay in host memory under `nvme`.",
+    "zero_optimization.offload_param.nvme_path": "Folder for `nvme`; must exist on every host.",
+    "zero_optimization.offload_param.buffer_count": "Buffers in host memory under `nvme`, a shard each.",
+    "zero_optimization.offload_param.buffer_size": "Most elements of a buffer; no shard may have more.",
+    "zero_optimization.offload_param.max_in_cpu": "Elements per rank that stay in host memory under `nvme`.",
     "zero_optimization.offload_param.pin_memory": "Page-locked host memory.",
     "zero_optimization.offload_optimizer.device": "Where optimizer states are kept.",
-    "zero_optimization.offload_optimizer.nvme_path": "Folder for `nvme`.",
-    "zero_optimization.offload_optimizer.buffer_count": "Buffers for states that are read or written.",
+    "zero_optimization.offload_optimizer.nvme_path": "Folder for `nvme`; must exist on every host.",
+    "zero_optimization.offload_optimizer.buffer_count": "Buffers in host memory under `nvme`: one master or state each.",
     "zero_optimization.offload_optimizer.pin_memory": "Page-locked host memory.",
     "zero_optimization.offload_optimizer.pipeline_read": "Read the next states during the update.",
     "zero_optimization.offload_optimizer.pipeline_write": "Write the last states during the update.",
@@ -155,7 +155,7 @@ DESCRIPTIONS: dict[str, str] = {
     "aio.intra_op_parallelism": "Threads per read or write.",
     "aio.single_submit": "Submit requests one by one.",
     "aio.overlap_events": "Submit and wait at the same time.",
-    "aio.use_gds": "GPUDirect storage.",
+    "aio.use_gds": "GPUDirect storage. Not built, refused.",
     "checkpoint.tag_validation": "What to do where ranks save under different tags.",
     "checkpoint.checkpoint_serialization": "torch's zip format of files.",
     "checkpoint.load_universal": "Load a universal checkpoint.",
@@ -278,6 +278,7 @@ NO_EFFECT: dict[str, str] = {
     "checkpoint.checkpoint_serialization": "files are written in torch's zip format, to be mapped; both are read",
     "checkpoint.parallel_write.pipeline_stage": "pipeline parallelism is not built",
     "zero_optimization.cpu_offload_use_pin_memory": "deprecated, superseded by pin_memory of the offload sections",
+    "zero_optimization.offload_optimizer.fast_init": "initial states are never read back",
 }
 
 STAGE_3 = "zero_optimization.stage=3"
@@ -301,15 +302,6 @@ OPTION_OF: dict[str, str] = {
     "comet": "comet.enabled",
     "gradient_check": "gradient_check.enabled",
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": "zero_optimization.offload_optimizer.super_offload",
-    "aio": "zero_optimization.offload_optimizer.nvme_path",
-    **{
-        f"zero_optimization.{section}.{key}": f"zero_optimization.{section}.nvme_path"
-        for section, keys in (
-            ("offload_optimizer", ("buffer_count", "pipeline_read", "pipeline_write", "fast_init")),
-            ("offload_param", ("buffer_count", "buffer_size", "max_in_cpu")),
-        )
-        for key in keys
-    },
     **{
         f"zero_optimization.{key}": STAGE_3
         for key in (

@@ -27,6 +27,7 @@ def get_aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         DeepSpeedConfigError: a misspelt key or a wrong type.
         AssertionError: ``use_gds`` (GPUDirect storage) on an accelerator other than cuda.
+        NotImplementedError: ``use_gds`` on cuda.
     """
     section = read_section(param_dict, const.AIO)
     check_section_keys(section, AIO_DEFAULT_DICT, const.AIO)
@@ -38,6 +39,10 @@ def get_aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
             config[key] = read_value(section, key, default, "int", const.AIO, minimum=1)
     if config[const.AIO_USE_GDS]:
         _require_cuda()
+        raise NotImplementedError(
+            "'aio.use_gds': reads and writes straight to device memory (GPUDirect storage) are not built; set it to"
+            " false"
+        )
     return config
 
 

@@ -136,6 +136,7 @@ ACCEPTED = [
     {"zero_optimization": zero(3, offload_param={"device": "cpu"})},
     {"zero_optimization": zero(0, offload_optimizer={"device": "none"}, offload_param={"device": "none"})},
     {"zero_optimization": zero(3, offload_param={"device": "nvme", "nvme_path": "/tmp"})},
+    *({"zero_optimization": zero(s, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"})} for s in (1, 2, 3)),
     {"managed_gradient_accumulation": False, "zero_optimization": zero(1)},
     {"managed_gradient_accumulation": False, "zero_optimization": zero(2, overlap_comm=True)},
     {"optimizer": {"type": "Lamb"}, "fp16": {"enabled": True, "loss_scale": 0}},
@@ -154,13 +155,6 @@ UNSUPPORTED = [
     (
         "zero_optimization.offload_optimizer.super_offload",
         {"zero_optimization": zero(3, offload_optimizer={"device": "cpu", "super_offload": True})},
-    ),
-    *(
-        (
-            f"zero_optimization.{section}.nvme_path",
-            {"zero_optimization": zero(3, **{section: {"device": "nvme", "nvme_path": "/tmp"}})},
-        )
-        for section in ("offload_optimizer", "offload_param")
     ),
     ("zero_optimization.zenflow", {"zero_optimization": zero(2, zenflow={})}),
     ("zero_optimization.zero_quantized_weights", {"zero_optimization": zero(2, zero_quantized_weights=True)}),

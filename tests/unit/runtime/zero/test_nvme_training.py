@@ -208,6 +208,17 @@ class TestNvme(DistributedTest):
         in_memory.destroy()
         on_nvme.destroy()
 
+    def test_section_aio_is_used(self, tmpdir):
+        offload = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmpdir)}}
+        aio = {"block_size": 8192, "queue_depth": 3, "intra_op_parallelism": 2, "single_submit": True}
+        config = make_config(1, zero=offload, aio=aio | {"overlap_events": False}, zero_force_ds_cpu_optimizer=False)
+        engine = make_engine(config, optimizer=adam)
+        handle = engine.optimizer.weights.homes[0].handle
+        assert (handle.get_block_size(), handle.get_queue_depth()) == (8192, 3)
+        assert handle.get_intra_op_parallelism() == 2
+        assert handle.get_single_submit() and not handle.get_overlap_events()
+        engine.destroy()
+
     def test_missing_folder(self, tmpdir):
         with pytest.raises(FileNotFoundError, match="nvme_path .*missing.* does not exist"):
             engine_of(1, tmpdir.join("missing"))
