@@ -123,7 +123,7 @@ _SAME_NAME_IN_ZERO = (
 # Public methods of the interface and the feature each belongs to.
 _UNBUILT: dict[str, str] = {
     "load_moe_state_dict": "mixture-of-experts checkpoints",
-    "swap_tensor_config": "NVMe offload",
+    "swap_tensor_config": "a section of its own for swapping (zero_optimization.offload_*.nvme_path and aio say it)",
     "zenflow_config": "ZenFlow",
     "empty_partition_cache": "ZeRO-3",
     "is_first_weights_partition_group": "ZeRO-3",
