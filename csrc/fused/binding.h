@@ -31,7 +31,7 @@ class TensorList {
             const int64_t* n = &numbers[i];
             addresses_.push_back({pointer<void>(n[0]), pointer<const void>(n[1]), pointer<void>(n[2]),
                                   {pointer<void>(n[3]), pointer<void>(n[4]), pointer<void>(n[5])},
-                                  pointer<const float>(n[6]), n[7], is_aligned(n)});
+                                  pointer<const float>(n[6]), n[7], is_aligned(n), low_is_aligned(n)});
         }
         tensors_.addresses = addresses_.data();
         tensors_.count = int(addresses_.size());
@@ -42,10 +42,10 @@ class TensorList {
    private:
     bool is_aligned(const int64_t* n) const {
         const int64_t param = VECTOR_ELEMENTS * bytes_of(tensors_.param_type);
-        return (n[0] | n[3] | n[4] | n[5]) % param == 0 &&
-               n[1] % (VECTOR_ELEMENTS * bytes_of(tensors_.grad_type)) == 0 &&
-               n[2] % (VECTOR_ELEMENTS * bytes_of(tensors_.low_type)) == 0;
+        return (n[0] | n[3] | n[4] | n[5]) % param == 0 && n[1] % (VECTOR_ELEMENTS * bytes_of(tensors_.grad_type)) == 0;
     }
+
+    bool low_is_aligned(const int64_t* n) const { return n[2] % (VECTOR_ELEMENTS * bytes_of(tensors_.low_type)) == 0; }
 
     std::vector<TensorAddresses> addresses_;
     Tensors tensors_;

@@ -19,7 +19,9 @@ struct TensorAddresses {
     void* state[3];
     const float* step;
     int64_t numel;
-    bool aligned;  // addresses are multiples of four elements
+    // Whether addresses are multiples of four elements: those of all but the copy, and that of the copy, which may be a
+    // rank's slice of a larger tensor.
+    bool aligned, low_aligned;
 };
 
 struct Tensors {

@@ -34,7 +34,7 @@ struct TensorTable {
     const float* step[MAX_TENSORS];  // on the device; null: the launch's own number
     int64_t numel[MAX_TENSORS];
     uint32_t first_block[MAX_TENSORS + 1];
-    uint64_t aligned;  // bit per tensor: all its addresses allow vector access
+    uint64_t aligned, low_aligned;  // bit per tensor: its addresses, that of the copy, allow vector access
     int count;
 };
 static_assert(sizeof(TensorTable) < 3800, "a table and the scalars beside it must fit into kernel arguments");
@@ -72,6 +72,12 @@ __device__ inline void store_pack(void* base, int64_t index, const float* values
 #pragma unroll
     for (int k = 0; k < VECTOR; ++k) pack.of[k] = from_float<T>(values[k]);
     *reinterpret_cast<Pack<T>*>(static_cast<T*>(base) + index) = pack;
+}
+
+template <typename T>
+__device__ inline void store_each(void* base, int64_t index, const float* values) {
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) static_cast<T*>(base)[index + k] = from_float<T>(values[k]);
 }
 
 // ---------------------------------------------------------------------------------------------- which chunk
@@ -145,7 +151,10 @@ __device__ inline void vectors(const TensorTable& table, int t, int64_t first, O
         }
         if constexpr (Op::WRITES_PARAM) {
             store_pack<P>(table.param[t], i, values);
-            if constexpr (!std::is_same<L, Nothing>::value) store_pack<L>(table.low[t], i, values);
+            if constexpr (!std::is_same<L, Nothing>::value) {
+                if (table.low_aligned >> t & 1) store_pack<L>(table.low[t], i, values);
+                else store_each<L>(table.low[t], i, values);
+            }
         }
         if constexpr (Op::WRITES_STATE) {
 #pragma unroll
@@ -199,7 +208,7 @@ void for_each_table(const Tensors& tensors, Launch launch) {
     for (int first = 0; first < tensors.count; first += MAX_TENSORS) {
         TensorTable table;
         table.count = 0;
-        table.aligned = 0;
+        table.aligned = table.low_aligned = 0;
         uint32_t blocks = 0;
         for (int i = first; i < tensors.count && table.count < MAX_TENSORS; ++i) {
             const TensorAddresses& from = tensors.addresses[i];
@@ -213,6 +222,7 @@ void for_each_table(const Tensors& tensors, Launch launch) {
             table.first_block[t] = blocks;
             blocks += uint32_t((from.numel + CHUNK - 1) / CHUNK);
             if (from.aligned) table.aligned |= uint64_t(1) << t;
+            if (from.low_aligned) table.low_aligned |= uint64_t(1) << t;
         }
         table.first_block[table.count] = blocks;
         if (blocks > 0) launch(table, blocks, first);
