@@ -54,8 +54,8 @@ class CPUOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, except that moments keep the dtype that this optimizer gives them, and are copies.
 
-        torch would cast them to the parameter's dtype, which for 16-bit parameters loses most digits, and share those that
-        have it already.
+        torch would cast them to the parameter's dtype, which for 16-bit parameters loses most digits, and share what
+        has it already.
         """
         # The last hook sees what the others made of the dictionary.
         received: list[dict[str, Any]] = []
