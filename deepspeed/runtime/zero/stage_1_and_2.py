@@ -23,7 +23,12 @@ from deepspeed.runtime.zero.memory_estimators import (  # noqa: F401 - looked fo
     estimate_zero2_model_states_mem_needs_all_live,
 )
 from deepspeed.runtime.zero.memory_estimators import model_to_params_zero2 as model_to_params  # noqa: F401
-from deepspeed.runtime.zero.offload_states import Movable, movable_data
+from deepspeed.runtime.zero.offload_states import (  # noqa: F401 - some are looked for here by users
+    Movable,
+    movable_data,
+    offload_adam_states,
+    reload_adam_states,
+)
 from deepspeed.runtime.zero.optimizer_offload import active, bucket_size, host_memory, place_groups, state_homes
 from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer, master_dtypes, refuse_unbuilt
 from deepspeed.runtime.zero.stage_1_and_2_surface import PartitionedOptimizerSurface
