@@ -171,6 +171,7 @@ CONTENDERS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--only", nargs="*", help="contenders; default all", choices=list(CONTENDERS))
     parser.add_argument("--out", help="JSON file")
     parser.add_argument("--trace", help="chrome trace of a step of stage 2 with the optimizer offloaded")
     arguments = parser.parse_args()
@@ -193,7 +194,8 @@ def main() -> None:
         },
     }
     print(json.dumps(results, indent=1), flush=True)
-    for name, (stage, zero) in CONTENDERS.items():
+    for name in arguments.only or CONTENDERS:
+        stage, zero = CONTENDERS[name]
         engine = make(stage, zero)
         results[name] = measure(engine, arguments.steps)
         if "optimizer" in name:
