@@ -389,7 +389,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self._global_grad_norm = self.public_norm(norm)
         self._clipped_grad_norm = None
         if self.gradient_check is not None:
-            self.gradient_check.compare(shards, None if norm is None else norm.read(), self.overflow)
+            self.gradient_check.compare(shards, norm, self.overflow)
         culprits = ""
         if self.overflow:
             self._global_grad_norm = math.inf

@@ -9,6 +9,7 @@ roundings on the way, and holds for every element, so that a correct reduction i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.runtime.gradients.self_check_record import ParameterEntry, fold
+from deepspeed.runtime.gradients.self_check_record import ParameterEntry, Sums, fold
 from deepspeed.runtime.gradients.self_check_target import SteppedRange
 
 CHUNK = 1 << 20  # elements averaged and compared together
+LARGE = 1 << 14  # elements from which a parameter is averaged and compared alone
 SAFE_FP16_SUM = 2.0**14  # below it no order of summation leaves the range of float16
 TINY = 1e-37  # smaller errors are those of denormal numbers
 MASS_UNIT = 2.0**-8  # rounding of the sum of absolute values, which is kept in bfloat16
@@ -167,7 +169,8 @@ class Comparator:
         worst = torch.zeros(count, dtype=torch.float64, device=self.device)
         sums = torch.zeros(count, 5, dtype=torch.float64, device=self.device)
         for averaged in self.averages(self.entries):
-            self._measure(averaged, limits, worst, sums)
+            if len(averaged.entries) > 1 or not self._measure_finite(averaged, limits, worst, sums):
+                self._measure(averaged, limits, worst, sums)
         self._reduce(worst, dist.ReduceOp.MAX)
         self._reduce(sums, dist.ReduceOp.SUM)
         copies = self.world_size if self.replicated else 1
@@ -189,7 +192,8 @@ class Comparator:
         done = 0
         for entry in entries:
             fits = not batch or (
-                sum(other.numel for other in batch) + entry.numel <= CHUNK
+                max(entry.numel, batch[-1].numel) < LARGE
+                and sum(other.numel for other in batch) + entry.numel <= CHUNK
                 and (entry.dtype, entry.parameter.device) == (batch[0].dtype, batch[0].parameter.device)
             )
             if not fits:
@@ -202,14 +206,11 @@ class Comparator:
 
     def _average(self, entries: list[ParameterEntry], first: int) -> _Averaged:
         device = entries[0].parameter.device
-        numel = sum(entry.numel for entry in entries)
-        both = torch.zeros(2, numel, dtype=entries[0].dtype, device=device)
-        begin = 0
-        for entry in entries:
-            if entry.kept is not None:
-                both[0, begin : begin + entry.numel] = entry.kept.value
-                both[1, begin : begin + entry.numel] = entry.kept.mass
-            begin += entry.numel
+        dtype = entries[0].dtype
+        kept = [entry.kept or zero_sums(entry) for entry in entries]
+        both = torch.empty(2, sum(entry.numel for entry in entries), dtype=dtype, device=device)
+        torch.cat([sums.value for sums in kept], out=both[0])
+        both[1].copy_(torch.cat([sums.mass for sums in kept]))
         self._reduce(both, dist.ReduceOp.SUM)
         both /= self.divisor
         return _Averaged(entries, first, both[0], both[1])
@@ -226,6 +227,30 @@ class Comparator:
                 actual[begin : begin + part.gradient.numel()].copy_(part.gradient)
                 mine[begin : begin + part.gradient.numel()] = True
         return actual, mine
+
+    def _measure_finite(
+        self, averaged: _Averaged, limits: list[tuple[float, float, float]], worst: torch.Tensor, sums: torch.Tensor
+    ) -> bool:
+        """``_measure`` of one parameter in few passes; False, and nothing is added, where something is not finite."""
+        (entry,) = averaged.entries
+        floor = limits[averaged.first][1]
+        largest, total = 0.0, torch.zeros(5, dtype=torch.float64)
+        for part in self.ranges.get(entry.parameter, ()):
+            for begin in range(0, part.gradient.numel(), CHUNK):
+                is_ = part.gradient[begin : begin + CHUNK].to(averaged.value.device, averaged.value.dtype)
+                here = slice(part.begin + begin, part.begin + begin + is_.numel())
+                should, mass = averaged.value[here], averaged.mass[here]
+                apart = is_ - should
+                products = [is_.dot(should), should.dot(should), apart.dot(apart), mass.dot(mass)]
+                apart.abs_().sub_(floor).clamp_(min=0.0).div_(mass + TINY)
+                figures = torch.stack([*products, apart.max()]).tolist()
+                if not all(map(math.isfinite, figures)):
+                    return False
+                largest = max(largest, figures[4])
+                total += torch.tensor([*figures[:3], float(is_.numel()), figures[3]], dtype=torch.float64)
+        worst[averaged.first] = largest
+        sums[averaged.first] += total.to(sums.device)
+        return True
 
     def _measure(
         self, averaged: _Averaged, limits: list[tuple[float, float, float]], worst: torch.Tensor, sums: torch.Tensor
@@ -248,7 +273,7 @@ class Comparator:
             shown = torch.where(own & torch.isfinite(is_) & torch.isfinite(should), 1.0, 0.0).double()
             is_, should = (torch.nan_to_num(t.double()) * shown for t in (is_, should))
             masses = torch.nan_to_num(mass.double()) * own
-            rows = torch.stack([is_ * should, should**2, is_**2, own.double(), masses**2], dim=1)
+            rows = torch.stack([is_ * should, should**2, (is_ - should) ** 2, own.double(), masses**2], dim=1)
             part = torch.zeros(count, rows.shape[1], dtype=torch.float64, device=device).index_add_(0, ids, rows)
             sums[first : first + count] += part.to(sums.device)
             largest = torch.zeros(count, dtype=torch.float64, device=device)
@@ -269,6 +294,12 @@ class Comparator:
         return sketch / (self.world_size if self.replicated else 1)
 
 
+def zero_sums(entry: ParameterEntry) -> Sums:
+    """The record of a parameter to which nothing was delivered on this rank."""
+    zeros = torch.zeros(entry.numel, dtype=entry.dtype, device=entry.parameter.device)
+    return Sums(zeros, zeros)
+
+
 def _errors(
     is_: torch.Tensor, should: torch.Tensor, mass: torch.Tensor, floor: torch.Tensor, overflow: torch.Tensor
 ) -> torch.Tensor:
@@ -282,11 +313,10 @@ def _errors(
 
 
 def _comparison(entry: ParameterEntry, error: float, allowed: float, row: list[float]) -> Comparison:
-    product, square, other, covered, mass = row
+    product, square, apart, covered, mass = row
     factor = product / square if square > 0 else None
-    left = max(0.0, other - (factor or 0.0) * product)
+    left = max(0.0, apart - square * ((factor or 0.0) - 1.0) ** 2)  # the difference is (factor - 1) x should, and this
     residual = (left / square) ** 0.5 if square > 0 else float("inf")
-    apart = max(0.0, other - 2.0 * product + square)
     distance = (apart / mass) ** 0.5 if mass > 0 else 0.0 if apart == 0 else float("inf")
     missing = entry.numel - round(covered)
     return Comparison(entry, error, allowed, factor, residual, missing, distance, (square, mass))

@@ -31,7 +31,8 @@ def fold(flat: torch.Tensor) -> torch.Tensor:
     """A linear sketch of a 1-D tensor: element i is added to number i modulo ``SKETCH``."""
     whole = flat.numel() - flat.numel() % SKETCH
     sketch = flat[:whole].view(-1, SKETCH).sum(0) if whole else flat.new_zeros(SKETCH)
-    sketch[: flat.numel() - whole] += flat[whole:]
+    if whole < flat.numel():
+        sketch[: flat.numel() - whole] += flat[whole:]
     return sketch
 
 

@@ -65,6 +65,9 @@ def _partitioned(optimizer: Any, shards: Sequence[torch.Tensor], parameters: Seq
     target = Target({}, [])
     for index, shard in enumerate(shards):
         own = optimizer.weights.own_slice(index)
+        if own.numel() != shard.numel():  # the weights are elsewhere (in files): only the layout knows
+            _by_layout(optimizer.reducer.layout.groups[index], shard, target)
+            continue
         begin = own.storage_offset()
         covered = 0
         placed_here = by_memory.get(own.untyped_storage().data_ptr(), [])
@@ -82,6 +85,12 @@ def _partitioned(optimizer: Any, shards: Sequence[torch.Tensor], parameters: Seq
         if covered < shard.numel():
             target.padding.append(shard[covered:])
     return target
+
+
+def _by_layout(group: Any, shard: torch.Tensor, target: Target) -> None:
+    for _, record, first, last, start in group.local_ranges():
+        found = SteppedRange(first, shard.narrow(0, start, last - first))
+        target.ranges.setdefault(record.parameter, []).append(found)
 
 
 def _place_of(parameter: torch.nn.Parameter, rank: int) -> tuple[int, _Placed]:

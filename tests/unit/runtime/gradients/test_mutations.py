@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.runtime.fp16.unfused_optimizer import ReplicatedOptimizer
-from deepspeed.runtime.gradients import buckets, collectives
+from deepspeed.runtime.gradients import buckets, collectives, reducer
 from deepspeed.runtime.gradients.arithmetic import deliver
 from deepspeed.runtime.gradients.backward_scope import BackwardScope
 from deepspeed.runtime.gradients.buckets import Bucket, CommBuffer
@@ -266,7 +266,7 @@ def landing_overwrites(patch: pytest.MonkeyPatch) -> None:
     def overwrite(target: Tensor, parts: list[Tensor], scale: float, add: bool) -> None:
         deliver(target, parts, scale, add=False)
 
-    patch.setattr(buckets, "deliver", overwrite)
+    patch.setattr(reducer, "deliver", overwrite)
 
 
 def hint_is_truth(patch: pytest.MonkeyPatch) -> None:
