@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.fused_kernels import load_kernels
@@ -159,7 +160,7 @@ def muon_with_aux_adam(
     muon_lr: float | None = None,
     adam_lr: float | None = None,
     momentum: float = MUON_DEFAULTS["momentum"],
-    ns_method: str = MUON_DEFAULTS["ns_method"],
+    ns_method: str | None = None,
     betas: tuple[float, float] = ADAM_DEFAULTS["betas"],
     eps: float = ADAM_DEFAULTS["eps"],
     weight_decay: float = 0.0,
@@ -172,6 +173,8 @@ def muon_with_aux_adam(
 
     Args:
         parameters: whose attribute ``use_muon`` says which are matrices; or groups of such.
+        ns_method: None: ``standard`` on CUDA, where products in bf16 are some ten times as fast as those in fp32, and
+            ``gram`` elsewhere.
 
     Raises:
         NotImplementedError: ``per_head_muon``.
@@ -181,6 +184,8 @@ def muon_with_aux_adam(
             f"{WHERE}.per_head_muon is not built: heads are not told apart. Set it to false, or call"
             " muon_update(num_heads=...) in an optimizer of your own"
         )
+    if ns_method is None:
+        ns_method = "standard" if get_accelerator().device_name() == "cuda" else "gram"
     muon = {"lr": _first(muon_lr, lr, MUON_DEFAULTS["lr"]), "momentum": momentum, "ns_method": ns_method}
     adam = {"lr": _first(adam_lr, lr, ADAM_DEFAULTS["lr"]), "betas": tuple(betas), "eps": eps}
     loose = [item for item in parameters if not isinstance(item, dict)]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.ops.parameter_pieces import ParameterPieces, Piece
+from deepspeed.runtime import named_optimizers
 from deepspeed.runtime.named_optimizers import mark_matrices, muon_with_aux_adam
 from deepspeed.runtime.zero.muon import original_muon
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
@@ -129,6 +131,15 @@ def test_numbers_reach_the_groups_that_know_them() -> None:
         {"use_muon": False, "lr": 7.0, "momentum": None, "eps": 1e-3, "weight_decay": 0.1},
     ]
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 6, 2]
+
+
+def test_the_method_that_is_fast_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.use_muon = True
+    for device, given, expected in (("cpu", None, "gram"), ("cuda", None, "standard"), ("cuda", "gram", "gram")):
+        monkeypatch.setattr(named_optimizers, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: device))
+        (group,) = muon_with_aux_adam([parameter], ns_method=given).param_groups
+        assert group["ns_method"] == expected
 
 
 @pytest.mark.parametrize(
