@@ -473,6 +473,8 @@ class GatheredParameters:
                 shard.aside = None
             elif not shard.parameter.ds_active_sub_modules:
                 _let_go(shard)
+            elif shard.aliased:
+                shard.show(shard.shard)  # in use still, by a backward that died: not of this context's copy, which ages
 
 
 def _was_written(shard: ShardedParameter, shown: torch.Tensor) -> bool:

@@ -153,3 +153,19 @@ class TestWhatRuns(DistributedTest):
         step = MicroStep((Forward("engine", program),), (Backward(),))
         config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
         run_case(Case((("linear", 1), ("scalar", 1)), (Window((step,)),), 2, config, frozen_blocks=(1,)))
+
+    @pytest.mark.world_size(1)
+    def test_weights_in_use_when_a_backward_died_are_the_weights(self) -> None:
+        """Found by a campaign: on one rank, weights that a context held while a backward died stayed the context's copy
+        and missed every later update (stage 3)."""
+        by_hand = Forward("parameter", ("parameter", 0))
+        aborted = Backward(outputs=(1,), retain=True, aborted=True)
+        steps = (
+            MicroStep((Forward("submodule", ("block", 0)),), (Backward(),)),
+            MicroStep((by_hand, Forward("engine", ("block", 0), 1)), (Backward(), aborted)),
+        )
+        config = {
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "gradient_accumulation_steps": 2,
+        }
+        run_case(Case((("linear", 1), ("linear", 1)), (Window(steps, may_refuse=True),), config=config))
