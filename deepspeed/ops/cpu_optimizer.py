@@ -108,7 +108,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         state: dict[str, Any],
         group: dict[str, Any],
         low_precision: torch.Tensor | None = None,
-        grad_scale: float = 1.0,
+        grad_scale: float | torch.Tensor = 1.0,
     ) -> None:
         """One step of one tensor, in one pass: scale the gradient, update, write the low-precision weights.
 
@@ -120,7 +120,8 @@ class CPUOptimizer(torch.optim.Optimizer):
             state: the optimizer's state of ``master``; filled in the first step.
             group: the parameter group that says learning rate and so on.
             low_precision: of the same shape; receives the new values, rounded to nearest.
-            grad_scale: by which the gradient is multiplied, such as a clipping factor.
+            grad_scale: by which the gradient is multiplied, such as a clipping factor: a number, or a 0-dim tensor on
+                any device, which is waited for.
 
         Each tensor may be fp32, bf16 or fp16, whatever the others are. Where they do not all have their elements in the
         same order without gaps, the kernel works on copies.
@@ -129,7 +130,7 @@ class CPUOptimizer(torch.optim.Optimizer):
             RuntimeError: a tensor is not in host memory, sparse, or not real floating-point.
             ValueError: shapes differ.
         """
-        self._update([self._prepare(master, gradient, state, group, low_precision)], group, grad_scale)
+        self._update([self._prepare(master, gradient, state, group, low_precision)], group, float(grad_scale))
 
     def _prepare(
         self,

@@ -132,6 +132,7 @@ def test_fifty_steps_against_float64_with_all_options(kind: type, implementation
 def test_every_mix_of_dtypes_rounds_the_true_value(kind: type, fp32_states: bool, implementation: str) -> None:
     # Each step starts from what the optimizer has, so that one rounding is all that may lie between the two.
     start = torch.randn(1023 + 9, generator=torch.Generator().manual_seed(5))
+    scale = torch.tensor(0.25) if fp32_states else 0.25
     signs, generator = start.sign(), torch.Generator().manual_seed(1)
     for master, grad, low in itertools.product(DTYPES, DTYPES, [None, *DTYPES]):
         parameter = start.to(master)
@@ -142,7 +143,7 @@ def test_every_mix_of_dtypes_rounds_the_true_value(kind: type, fp32_states: bool
         for count in range(1, 4):
             gradient = (signs * (0.5 + torch.rand(start.numel(), generator=generator))).to(grad)
             expected, states = reference.step(parameter.double(), gradient.double() * 0.25, states, count)
-            optimizer.step_flat(parameter, gradient, state, optimizer.param_groups[0], output, grad_scale=0.25)
+            optimizer.step_flat(parameter, gradient, state, optimizer.param_groups[0], output, scale)
             names = [name for name in state if name != "step"]
             assert len(names) == STATES[kind] and state["step"] == count
             for name, value in zip(names, states):
