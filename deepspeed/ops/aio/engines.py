@@ -15,14 +15,19 @@ ENGINE_VARIABLE = "DS_AIO_ENGINE"
 
 @functools.cache
 def native_module() -> ModuleType | None:
-    """The compiled engines, compiled on first use; None, and one line in the log, where that is not possible."""
+    """The compiled engines, compiled on first use; None, and one line in the log, where that is not possible. None
+    also where ``DS_NATIVE_OPS=0`` says so."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.ops.op_builder.builder import NATIVE_VARIABLE
 
+    if os.environ.get(NATIVE_VARIABLE, "1") == "0":
+        return None
     try:
         return AsyncIOBuilder().load_native()
     except (RuntimeError, OSError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        logger.warning(f"op async_io cannot be compiled, files are read and written by Python threads: {reason}")
+        if os.environ.get("RANK", "0") == "0":
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            logger.warning(f"op async_io cannot be compiled, files are read and written by Python threads: {reason}")
         return None
 
 
