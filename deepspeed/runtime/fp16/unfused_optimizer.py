@@ -189,6 +189,13 @@ class ReplicatedOptimizer(ZeROOptimizer):
             if master is not record.parameter:
                 master.copy_(record.parameter)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of the optimizer, as live tensors. To resume from it, ``engine.save_checkpoint`` and
+        ``load_checkpoint``."""
+        from deepspeed.checkpoint.optimizer_transfer import replicated_state  # which imports the optimizers
+
+        return replicated_state(self)
+
     # ------------------------------------------------------------------ for the accessors of deepspeed.utils
 
     def own_master(self, link: ParameterLink) -> torch.Tensor:

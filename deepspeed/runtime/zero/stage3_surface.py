@@ -36,6 +36,13 @@ class Stage3Surface:
     parameter_offload: Any
     dp_process_group: Any
 
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank's file of a checkpoint holds of the optimizer, as live tensors. To resume from it,
+        ``engine.save_checkpoint`` and ``load_checkpoint``."""
+        from deepspeed.checkpoint.optimizer_transfer import partitioned_state  # which imports the optimizers
+
+        return partitioned_state(self, 3)
+
     @property
     def offload_optimizer(self) -> bool:
         """Whether masters, optimizer state and reduced gradients, of some parameters at least, rest on the host."""

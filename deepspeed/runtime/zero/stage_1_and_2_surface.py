@@ -39,6 +39,13 @@ class PartitionedOptimizerSurface:
         """Whether masters, optimizer state and reduced gradients rest on the host."""
         return self.reducer.rests_on_host
 
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank's file of a checkpoint holds of the optimizer, as live tensors. To resume from it,
+        ``engine.save_checkpoint`` and ``load_checkpoint``."""
+        from deepspeed.checkpoint.optimizer_transfer import partitioned_state  # which imports the optimizers
+
+        return partitioned_state(self, 2 if self.partition_gradients else 1)
+
     # ---------------------------------------------------- flat layout
 
     @property
