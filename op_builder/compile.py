@@ -34,6 +34,15 @@ _ERROR_LINES = 12
 _THREADS = threading.RLock()
 
 
+def _forget_other_threads() -> None:
+    """A forked child has none of them, and would wait for ever for one that held the lock."""
+    global _THREADS
+    _THREADS = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_other_threads)
+
+
 class BuildError(RuntimeError):
     """An op could not be compiled. ``str`` says which command failed and the first lines of what it wrote."""
 
@@ -145,12 +154,12 @@ def cache_folders() -> list[Path]:
     ``TORCH_EXTENSIONS_DIR`` if it is set, else ``~/.cache/deepspeed_ops`` (``XDG_CACHE_HOME``). Where that cannot be
     written to, a folder below the system's folder for temporary files, which must belong to this user alone.
     """
-    named = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if named:
-        first = Path(named) / "deepspeed_ops"
-    else:
-        first = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepspeed_ops"
-    return [first.absolute(), Path(tempfile.gettempdir(), f"deepspeed_ops_{os.getuid()}")]
+    home = os.path.expanduser("~")  # stays "~" for a user without one, as containers have them
+    named = os.environ.get("TORCH_EXTENSIONS_DIR") or os.environ.get("XDG_CACHE_HOME")
+    if not named and home != "~":
+        named = os.path.join(home, ".cache")
+    fallback = Path(tempfile.gettempdir(), f"deepspeed_ops_{os.getuid()}")
+    return [Path(named, "deepspeed_ops").absolute(), fallback] if named else [fallback]
 
 
 def find_cached(plan: BuildPlan) -> Path | None:
@@ -159,7 +168,7 @@ def find_cached(plan: BuildPlan) -> Path | None:
     folders = cache_folders()
     for folder in folders:
         library = folder / plan.name / key / plan.file_name
-        if library.is_file() and _is_private(folder, folders):
+        if os.path.isfile(library) and _is_private(folder, folders):
             return library
     return None
 
@@ -179,7 +188,9 @@ def cached_build(plan: BuildPlan, verbose: bool = False, discard: bool = False) 
     for folder in folders:
         try:
             home = folder / plan.name
-            home.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if folder == folders[-1]:
+                folder.mkdir(exist_ok=True, mode=0o700)
+            home.mkdir(parents=True, exist_ok=True)
             if not _is_private(folder, folders):
                 problems.append(f"{folder}: belongs to or can be written to by another user")
                 continue

@@ -238,6 +238,8 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert compiling.cache_folders()[0] == tmp_path / "xdg" / "deepspeed_ops"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert compiling.cache_folders()[0] == Path.home() / ".cache" / "deepspeed_ops"
+    monkeypatch.setattr(compiling.os.path, "expanduser", lambda path: path)  # a user without a home
+    assert compiling.cache_folders() == [tmp_path / f"deepspeed_ops_{os.getuid()}"]
 
 
 # ---------------------------------------------------------------------- real builds
