@@ -58,8 +58,10 @@ def _writable(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu()
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return tensor.to("cpu", copy=True).contiguous()
-    if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
+    if tensor.numel() < 2:  # a single element counts as contiguous whatever its stride is
+        return tensor.clone()
     # The same memory under a storage of its own, which numpy makes and torch.save does not look behind.
     return torch.from_numpy(tensor.reshape(-1).view(torch.uint8).numpy()).view(tensor.dtype).view(tensor.shape)
 

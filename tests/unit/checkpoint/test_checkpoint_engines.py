@@ -543,7 +543,10 @@ def test_tied_tensors_are_written_once(tmp_path):
 
 def test_a_state_to_be_written_at_once_is_not_copied():
     flat = torch.zeros(1000)
-    state = writable_state({"whole": flat, "part": flat[:10], "turned": torch.zeros(3, 5).t()})
+    one = torch.ones(2, dtype=torch.bfloat16)[1:].expand(1).as_strided((1,), (0,))
+    state = writable_state({"whole": flat, "part": flat[:10], "turned": torch.zeros(3, 5).t(), "one": one})
+    assert state["part"].data_ptr() == flat.data_ptr()
+    assert torch.equal(state["one"], one) and state["one"].untyped_storage().nbytes() == 2
     assert state["whole"].data_ptr() == flat.data_ptr()
     assert state["part"].untyped_storage().nbytes() == 40
     assert state["turned"].is_contiguous() and state["turned"].shape == (5, 3)
