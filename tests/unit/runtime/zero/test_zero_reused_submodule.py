@@ -28,7 +28,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 PERSISTENT = {torch.float32: 0, torch.float16: 12, torch.bfloat16: 100_000}
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3], ids=lambda stage: f"stage{stage}")
-forms = pytest.mark.parametrize("form", ["engine.backward", "tensor.backward"])
+FORMS = ["engine.backward", "tensor.backward"]
+forms = pytest.mark.parametrize("form", FORMS)
 
 
 # ---------------------------------------------------------------- models: odd sizes, which no world size divides
@@ -442,35 +443,53 @@ def check_weights(graph: str, stage: int, optimizer: type, form: str, micro_step
     return found
 
 
+def every_other(graphs: Iterable[str], turn: int) -> list[str]:
+    """Half of the graphs; the next ``turn`` has the other half."""
+    return [graph for index, graph in enumerate(graphs) if (index + turn) % 2 == 0]
+
+
 class TestReusedSubmodule(DistributedTest):
+    """Every graph at every stage in both forms, and in every dtype. Forms, dtypes, accumulation, optimizers and sizes
+    of buckets take turns from graph to graph and from stage to stage, so that every two of them meet."""
+
     world_size = 2
 
     @stages
     @forms
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-    def test_gradients(self, stage: int, form: str, dtype: torch.dtype) -> None:
-        check_all(check_gradients, stage, dtype, form, accumulation=(1, 2) if dtype is torch.float32 else (2,))
+    def test_gradients(self, stage: int, form: str) -> None:
+        turn = stage + FORMS.index(form)
+        check_all(check_gradients, stage, torch.float32, form, graphs=every_other(GRAPHS, turn), accumulation=(1,))
+        check_all(check_gradients, stage, torch.float32, form, graphs=every_other(GRAPHS, turn + 1), accumulation=(2,))
+
+    @stages
+    def test_gradients_in_bf16(self, stage: int) -> None:
+        for turn, form in enumerate(FORMS, start=stage // 2):
+            check_all(check_gradients, stage, torch.bfloat16, form, graphs=every_other(GRAPHS, turn))
 
     @pytest.mark.parametrize("stage", [1, 2, 3], ids=lambda stage: f"stage{stage}")
-    @forms
-    def test_gradients_in_fp16(self, stage: int, form: str) -> None:
-        check_all(check_gradients, stage, torch.float16, form)
+    def test_gradients_in_fp16(self, stage: int) -> None:
+        for turn, form in enumerate(FORMS, start=stage):
+            check_all(check_gradients, stage, torch.float16, form, graphs=every_other(GRAPHS, turn))
 
     @stages
-    @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-    def test_weights_after_three_steps(self, stage: int, optimizer: type) -> None:
-        check_all(check_weights, stage, optimizer, "engine.backward")
+    def test_weights_after_three_steps(self, stage: int) -> None:
+        for turn, optimizer in enumerate((torch.optim.SGD, torch.optim.AdamW), start=stage):
+            check_all(check_weights, stage, optimizer, "engine.backward", graphs=every_other(GRAPHS, turn))
 
     @stages
-    @pytest.mark.parametrize("elements", [7, 40])
-    def test_small_buckets(self, stage: int, elements: int) -> None:
+    def test_small_buckets(self, stage: int) -> None:
         """Buckets smaller than a parameter, and buckets that end in the middle of a parameter."""
-        form = "engine.backward" if elements == 7 else "tensor.backward"
-        check_all(check_gradients, stage, torch.float32, form, reduce_bucket_size=elements)
+        for turn, (elements, form) in enumerate(zip((7, 40), FORMS), start=stage):
+            graphs = every_other(GRAPHS, turn)
+            check_all(check_gradients, stage, torch.float32, form, graphs=graphs, reduce_bucket_size=elements)
 
     @pytest.mark.parametrize("stage", [1, 2, 3], ids=lambda stage: f"stage{stage}")
     def test_long_accumulation(self, stage: int) -> None:
-        check_all(check_gradients, stage, torch.bfloat16, "engine.backward", graphs=FEW_GRAPHS, accumulation=(3, 8))
+        for turn, micro_steps in enumerate((3, 8), start=stage):
+            graphs = every_other(FEW_GRAPHS, turn)
+            check_all(
+                check_gradients, stage, torch.bfloat16, "engine.backward", graphs=graphs, accumulation=(micro_steps,)
+            )
 
 
 class TestReusedSubmoduleOnOtherWorldSizes(DistributedTest):
@@ -478,5 +497,5 @@ class TestReusedSubmoduleOnOtherWorldSizes(DistributedTest):
 
     @stages
     def test_gradients(self, stage: int) -> None:
-        for form in ("engine.backward", "tensor.backward"):
-            check_all(check_gradients, stage, torch.float32, form, graphs=FEW_GRAPHS)
+        for turn, form in enumerate(FORMS, start=stage + dist.get_world_size()):
+            check_all(check_gradients, stage, torch.float32, form, graphs=every_other(FEW_GRAPHS, turn))

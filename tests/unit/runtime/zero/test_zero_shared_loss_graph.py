@@ -27,7 +27,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 PERSISTENT = {torch.float32: 0, torch.float16: 12, torch.bfloat16: 100_000}
 
 stages = pytest.mark.parametrize("stage", [0, 1, 2, 3], ids=lambda stage: f"stage{stage}")
-forms = pytest.mark.parametrize("form", ["engine.backward", "tensor.backward"])
+FORMS = ["engine.backward", "tensor.backward"]
+forms = pytest.mark.parametrize("form", FORMS)
 
 
 class Net(nn.Module):
@@ -396,23 +397,39 @@ def check_all(stage: int, *args: Any, graphs: Iterable[str] = GRAPHS, accumulati
     assert not found, f"{len(found)} faults\n" + "\n".join(found)
 
 
+def every_other(graphs: Iterable[str], turn: int) -> list[str]:
+    """Half of the graphs; the next ``turn`` has the other half."""
+    return [graph for index, graph in enumerate(graphs) if (index + turn) % 2 == 0]
+
+
 class TestSharedLossGraph(DistributedTest):
+    """Every graph at every stage in both forms, and in every dtype. Forms, dtypes and accumulation take turns from
+    graph to graph and from stage to stage, so that every two of them meet."""
+
     world_size = 2
 
     @stages
     @forms
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-    def test_gradients(self, stage: int, form: str, dtype: torch.dtype) -> None:
-        check_all(stage, dtype, form, accumulation=(1, 2) if dtype is torch.float32 else (2,))
+    def test_gradients(self, stage: int, form: str) -> None:
+        turn = stage + FORMS.index(form)
+        check_all(stage, torch.float32, form, graphs=every_other(GRAPHS, turn), accumulation=(1,))
+        check_all(stage, torch.float32, form, graphs=every_other(GRAPHS, turn + 1), accumulation=(2,))
+
+    @stages
+    def test_gradients_in_bf16(self, stage: int) -> None:
+        for turn, form in enumerate(FORMS, start=stage // 2):
+            check_all(stage, torch.bfloat16, form, graphs=every_other(GRAPHS, turn))
 
     @pytest.mark.parametrize("stage", [1, 2, 3], ids=lambda stage: f"stage{stage}")
-    @forms
-    def test_gradients_in_fp16(self, stage: int, form: str) -> None:
-        check_all(stage, torch.float16, form, graphs=WITH_LOSSES)
+    def test_gradients_in_fp16(self, stage: int) -> None:
+        for turn, form in enumerate(FORMS, start=stage):
+            check_all(stage, torch.float16, form, graphs=every_other(WITH_LOSSES, turn))
 
     @stages
     def test_long_accumulation(self, stage: int) -> None:
-        check_all(stage, torch.float32, "engine.backward", graphs=SELECTED, accumulation=(3, 8))
+        for turn, micro_steps in enumerate((3, 8), start=stage):
+            graphs = every_other(SELECTED, turn)
+            check_all(stage, torch.float32, "engine.backward", graphs=graphs, accumulation=(micro_steps,))
 
 
 class TestSharedLossGraphOnOtherWorldSizes(DistributedTest):
@@ -420,8 +437,8 @@ class TestSharedLossGraphOnOtherWorldSizes(DistributedTest):
 
     @stages
     def test_gradients(self, stage: int) -> None:
-        for form in ("engine.backward", "tensor.backward"):
-            check_all(stage, torch.float32, form, graphs=SELECTED)
+        for turn, form in enumerate(FORMS, start=stage + dist.get_world_size()):
+            check_all(stage, torch.float32, form, graphs=every_other(SELECTED, turn))
 
 
 class TestParameterGroups(DistributedTest):
