@@ -137,7 +137,8 @@ def test_the_method_that_is_fast_on_the_device(monkeypatch: pytest.MonkeyPatch) 
     parameter = nn.Parameter(torch.ones(2, 2))
     parameter.use_muon = True
     for device, given, expected in (("cpu", None, "gram"), ("cuda", None, "standard"), ("cuda", "gram", "gram")):
-        monkeypatch.setattr(named_optimizers, "get_accelerator", lambda name=device: SimpleNamespace(device_name=lambda: name))
+        accelerator = SimpleNamespace(device_name=lambda name=device: name)
+        monkeypatch.setattr(named_optimizers, "get_accelerator", lambda found=accelerator: found)
         (group,) = muon_with_aux_adam([parameter], ns_method=given).param_groups
         assert group["ns_method"] == expected
 
