@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import sysconfig
 import time
@@ -387,7 +388,27 @@ def test_missing_headers_and_sources_are_named(tiny: TinyBuilder, monkeypatch: p
         tiny.plan()
 
 
-def test_importing_compiles_nothing_and_ops_without_a_kernel_say_so() -> None:
+TRAINING = """
+import torch, deepspeed, sys
+model = torch.nn.Linear(4, 4)
+config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+engine = deepspeed.initialize(model=model, config=config)[0]
+engine.backward(engine(torch.ones(1, 4)).sum())
+engine.step()
+print("deepspeed.ops.op_builder" in sys.modules)
+"""
+
+
+def test_importing_and_training_compile_nothing_that_is_not_used(tmp_path: Path, fake: FakeCompiler) -> None:
+    rendezvous = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    env = {**os.environ, **rendezvous, "CXX": str(fake.path), "DS_ACCELERATOR": "cpu"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, "-c", TRAINING], env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+    assert fake.calls() == 0 and not (tmp_path / "cache").exists()
+
+
+def test_ops_without_a_kernel_say_so() -> None:
     assert ALL_OPS["transformer"].why_not() == "it has no native kernel"
     assert TransformerBuilder().compiled() == ""
     assert all(op.BUILD_VAR.startswith("DS_BUILD_") for op in ALL_OPS.values() if op.sources())
