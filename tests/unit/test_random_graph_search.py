@@ -10,21 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.runtime.gradients.reducer import GradientReducer
 from unit.hypothesis_phases import PHASES
 from unit.mutations import MUTATIONS, ROOT, copy_package
-from unit.random_graphs import Case, running
+from unit.random_graphs.broken import FAULT, BrokenJob
 from unit.random_graphs.searching import Ranks, search, write_script
-
-FAULT = "no division by the accumulation count"
-
-
-class BrokenJob(running.CaseJob):
-    """A rank in which contributions are not divided by the accumulation count."""
-
-    def run(self, case: Case) -> None:
-        GradientReducer._unit = lambda reducer: 1.0 / reducer.window_loss_scale
-        super().run(case)
 
 
 @pytest.mark.skipif(len(PHASES) == 1, reason="nothing is to be made smaller (DS_TEST_SHRINK=0)")
