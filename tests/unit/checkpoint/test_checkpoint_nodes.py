@@ -69,9 +69,7 @@ class TestTwoNodes(DistributedTest):
         swapped = str(Path(tmpdir, f"node{1 - rank // 2}"))
         for stage in (1, 3):
             other = fresh(make_config(stage, checkpoint=LOCAL))
-            with pytest.raises(
-                CheckpointError, match="on node-local storage, with the files of ranks"
-            ):
+            with pytest.raises(CheckpointError, match="on node-local storage, with the files of ranks"):
                 other.load_checkpoint(swapped)
             other.destroy()
         on_first_rank(lambda: shutil.copytree(f"{tmpdir}/node1/t", f"{tmpdir}/node0/t", dirs_exist_ok=True))
