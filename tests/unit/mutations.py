@@ -216,7 +216,7 @@ MUTATIONS = (
     Mutation(
         "half a round of an aborted backward passes",
         REDUCER,
-        "        if round_was_open:\n            self.ledger.poison = (",
+        "        if sent:\n            self.ledger.poison = (",
         "        if False:\n            self.ledger.poison = (",
     ),
     Mutation(

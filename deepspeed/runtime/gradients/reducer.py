@@ -118,6 +118,7 @@ class GradientReducer:
         self.current_loss_scale: Callable[[], float] = lambda: 1.0
         self.collectives_issued = 0
         self.bytes_communicated = 0
+        self._issued_at_begin = 0  # collectives, when the present backward began
         self._next = 0  # buckets sent in the open round
         self._round_open = False
         self._eager = False  # whether buckets may leave before the sweep
@@ -166,6 +167,7 @@ class GradientReducer:
         strays = self.ledger.strays() if scope.announced else []
         if strays:
             raise GradientAccountingError(stray_message(strays))
+        self._issued_at_begin = self.collectives_issued
         if self._idle():
             self.window_loss_scale = scope.loss_scale
         accumulation = 1.0 if scope.scale_by_accumulation else float(self.schedule.steps)
@@ -230,7 +232,8 @@ class GradientReducer:
 
     def abort_backward(self, reason: str) -> None:
         """An exception ended the backward: drop its contributions, or make the window unusable if some were reduced."""
-        sent, total = self._next, len(self.buckets)
+        # a round may also have been asked for by an accessor in the middle of it
+        sent, total = self.collectives_issued - self._issued_at_begin, len(self.buckets)
         round_was_open = self._round_open
         for record in self.ledger.records:
             if record.unmoved or record.in_hand is not None:
@@ -238,7 +241,7 @@ class GradientReducer:
         if round_was_open and not self._transport_failed:
             # other ranks wait for the rest: give them zeros, so that the order of collectives stays whole
             self._finish_round()
-        if round_was_open:
+        if sent:
             self.ledger.poison = (
                 f"a backward was aborted ({reason}) after {sent} of {total} gradient buckets had been reduced"
             )

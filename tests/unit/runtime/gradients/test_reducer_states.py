@@ -235,6 +235,7 @@ class OneRank(RuleBasedStateMachine):
         self._transport.__enter__()
         self.rank: RankState | None = None
         self.poisoned = False  # a backward was aborted after something of it had been reduced
+        self.issued_at_begin = 0  # collectives, when the present backward began
         self.stray: ParameterRecord | None = None
 
     def teardown(self) -> None:
@@ -256,6 +257,7 @@ class OneRank(RuleBasedStateMachine):
     @rule(announced=st.booleans(), scaled=st.booleans(), loss_scale=st.sampled_from(SCALES), other=st.booleans())
     def begin_backward(self, announced: bool, scaled: bool, loss_scale: float, other: bool) -> None:
         self.rank.begin(BackwardScope(announced, scaled, loss_scale, within_another_engine=other and not announced))
+        self.issued_at_begin = self.rank.reducer.collectives_issued
 
     @precondition(running)
     @rule(index=st.integers(0, 4), value=st.integers(1, 3))
@@ -278,9 +280,9 @@ class OneRank(RuleBasedStateMachine):
     @precondition(running)
     @rule()
     def abort_backward(self) -> None:
-        was_open = self.rank.reducer._round_open
+        reduced = self.rank.reducer.collectives_issued > self.issued_at_begin
         self.rank.abort()
-        self.poisoned |= was_open
+        self.poisoned |= reduced
         assert bool(self.rank.ledger.poison) == self.poisoned
 
     @precondition(idle)
