@@ -248,7 +248,7 @@ def _backwards_of_some_ranks(choices: Choices, case: Case, steps: list[MicroStep
     """
     if case.stage == 3 or case.world_size == 1:
         return steps
-    partitions = case.stage == 2
+    partitions = _reduces_in_each_backward(case)
     safe = True
     result = []
     for position in reversed(range(len(steps))):
@@ -273,7 +273,7 @@ def _backwards_of_some_ranks(choices: Choices, case: Case, steps: list[MicroStep
 
 def _aborted(choices: Choices, case: Case, step: MicroStep, last: bool, alive: set[int]) -> MicroStep:
     """Perhaps insert a backward that is aborted before anything of it was reduced, which training survives."""
-    reduces = not step.deferred_by and (last or case.stage >= 2)
+    reduces = not step.deferred_by and (last or _reduces_in_each_backward(case))
     return step if reduces or not choices.maybe(30) else _with_aborted_backward(choices, case, step, alive)
 
 
@@ -307,6 +307,11 @@ def _aborted_while_reducing(choices: Choices, case: Case) -> Window:
     aborted = _with_aborted_backward(choices, case, replace(last, deferred_by="", reduced_after=False), alive)
     steps = tuple(replace(step, zero_grad_after=False) for step in window.micro_steps[:-1])
     return replace(window, micro_steps=(*steps, aborted), edits=(), may_refuse=True)
+
+
+def _reduces_in_each_backward(case: Case) -> bool:
+    """Also stage 1 where gradients land on the host."""
+    return case.stage >= 2 or "offload_optimizer" in case.zero
 
 
 def _differs_by_rank(case: Case) -> bool:
