@@ -69,7 +69,16 @@ class BackwardHookStateManager:
 
     def enter_backward(self, loss_scale: float = 1.0, scale_wrt_gas: bool = True) -> BackwardScope:
         """Open the scope of a backward that every rank runs and that ends with ``exit_backward`` or
-        ``abort_backward``."""
+        ``abort_backward``.
+
+        Raises:
+            RuntimeError: another one is running, whose hook or custom function has called this.
+        """
+        if self.scope is not None and self.scope.announced:
+            raise RuntimeError(
+                "backward was called inside a backward of the same engine (from a hook or a custom autograd function)."
+                " Start it after the first one has returned, or add the losses and call backward once"
+            )
         self.close_unannounced()
         scope = BackwardScope(announced=True, loss_scale=loss_scale, scale_by_accumulation=scale_wrt_gas)
         self._begin(scope)
@@ -156,7 +165,7 @@ class BackwardHookStateManager:
             scope.loss_scale = outer.loss_scale
             scope.scale_by_accumulation = outer.scale_by_accumulation
             scope.within_another_engine = True
-        self._begin(scope)
+        self._begin(scope, record)
         watch_end(scope, self._end)
         return scope
 
@@ -174,10 +183,10 @@ class BackwardHookStateManager:
         if self._retract is not None:
             self._retract()
 
-    def _begin(self, scope: BackwardScope) -> None:
+    def _begin(self, scope: BackwardScope, fired: ParameterRecord | None = None) -> None:
         if self._retract is not None:
             self._retract()
-        self.reducer.begin_backward(scope)
+        self.reducer.begin_backward(scope, fired)
         self.scope = scope
 
     def _end(self, scope: BackwardScope) -> None:
@@ -426,6 +435,10 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         """Inside, the master and the state of a parameter are in memory, to be read or (``write``) changed."""
         return nullcontext()
 
+    def refuse_strays(self) -> None:
+        """GradientAccountingError if a ``.grad`` was set by hand: a backward would add to it."""
+        self.reducer.ledger.refuse_strays()
+
     def settle_gradients(self) -> None:
         """Reduce everything pending, so that the shards hold the whole gradient of the window so far. Collective."""
         self.backward_state.close_unannounced()
@@ -608,6 +621,17 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     @property
     def defaults(self) -> dict[str, Any]:
         return self.optimizer.defaults
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Not built.
+
+        Raises:
+            NotImplementedError: always. Masters, state and the model's weights are loaded together.
+        """
+        raise NotImplementedError(
+            "optimizer.load_state_dict is not built: the weights, their masters and the optimizer's state belong"
+            " together. Load them with engine.load_checkpoint(folder, tag)"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the present window."""

@@ -48,8 +48,8 @@ DESCRIPTIONS: dict[str, str] = {
         "implementation that is stands in docs/optimizers.md."
     ),
     "optimizer.params": (
-        "Arguments of the constructor. For Adam also `adam_w_mode` (default true: AdamW), `torch_adam` (torch's class), "
-        "`bias_correction` and `fp32_optimizer_states`; for Muon `muon_lr` and `adam_lr`."
+        "Arguments of the constructor. For Adam also `adam_w_mode` (default true: AdamW), `torch_adam` (torch's class),"
+        " `bias_correction` and `fp32_optimizer_states`; for Muon `muon_lr` and `adam_lr`."
     ),
     "optimizer.legacy_fusion": "Historic variant of the fused step.",
     "scheduler.type": (
@@ -135,7 +135,7 @@ DESCRIPTIONS: dict[str, str] = {
     "zero_optimization.offload_param.pin_memory": "Page-locked host memory.",
     "zero_optimization.offload_optimizer.device": "Where optimizer states are kept.",
     "zero_optimization.offload_optimizer.nvme_path": "Folder for `nvme`; must exist on every host.",
-    "zero_optimization.offload_optimizer.buffer_count": "Buffers in host memory under `nvme`: one master or state each.",
+    "zero_optimization.offload_optimizer.buffer_count": "Buffers in host memory under `nvme`: a master or state each.",
     "zero_optimization.offload_optimizer.pin_memory": "Page-locked host memory.",
     "zero_optimization.offload_optimizer.pipeline_read": "Read the next states during the update.",
     "zero_optimization.offload_optimizer.pipeline_write": "Write the last states during the update.",

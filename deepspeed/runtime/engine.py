@@ -184,12 +184,15 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
 
         Raises:
             RuntimeError: at stage 3, after ``destroy()``: nobody gathers the weights any more.
+            GradientAccountingError: a ``.grad`` was set by hand.
         """
         if self._destroyed and self.zero_optimization_stage() == 3:
             raise RuntimeError(f"engine.forward(): {GONE}")
         if self._stepper is not None:
             self._stepper.require_states("engine.forward()", "forward")
             self._stepper.backward_state.close_unannounced()
+            if self.training and torch.is_grad_enabled():
+                self._stepper.refuse_strays()
         if self.training:
             self._step_events.saw_inputs(args, kwargs)
         if self._config.float16_config.enabled and self._config.float16_config.auto_cast:

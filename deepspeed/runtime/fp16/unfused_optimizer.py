@@ -112,6 +112,11 @@ class ReplicatedOptimizer(ZeROOptimizer):
             self._published[record] = (shown, shown._version)
 
     @torch.no_grad()
+    def refuse_strays(self) -> None:
+        """What is published may be edited or replaced."""
+        if not self._published:
+            super().refuse_strays()
+
     def retract_gradients(self) -> None:
         """Take the published gradients back, with whatever was edited in them."""
         if not self._published:

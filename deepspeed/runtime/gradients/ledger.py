@@ -233,6 +233,13 @@ class Ledger:
         silence."""
         return [record for record in self.records if record.parameter.grad is not None and not record.unmoved]
 
+    def refuse_strays(self, fired: ParameterRecord | None = None) -> None:
+        """Raise GradientAccountingError if a ``.grad`` was set by hand, except that of ``fired``, to which autograd has
+        just added."""
+        strays = [record for record in self.strays() if record is not fired]
+        if strays:
+            raise GradientAccountingError(stray_message(strays))
+
     def check_closed(self) -> None:
         """Raise GradientAccountingError unless every contribution seen was reduced exactly once."""
         wrong = [

@@ -158,15 +158,17 @@ class GradientReducer:
 
     # ------------------------------------------------------------------ one backward
 
-    def begin_backward(self, scope: BackwardScope) -> None:
+    def begin_backward(self, scope: BackwardScope, fired: ParameterRecord | None = None) -> None:
         """Prepare for the firings of a backward.
+
+        Args:
+            scope: of the backward.
+            fired: the parameter whose firing is the first that is seen of it, if it was not announced.
 
         Raises:
             GradientAccountingError: a ``.grad`` was set by hand, and autograd would add to it.
         """
-        strays = self.ledger.strays() if scope.announced else []
-        if strays:
-            raise GradientAccountingError(stray_message(strays))
+        self.ledger.refuse_strays(fired)
         self._issued_at_begin = self.collectives_issued
         if self._idle():
             self.window_loss_scale = scope.loss_scale

@@ -11,8 +11,8 @@ from deepspeed.runtime.model_checkpointing.constants import CheckpointWriterType
 class CheckpointWriterFactory:
     """Makes the streams of ``checkpoint.writer``.
 
-    FAST fills one buffer while others are written (``io_buffer_double``), as many at once as ``io_multiplier`` says. PYTHON
-    has one buffer, MOCK writes nothing.
+    FAST fills one buffer while others are written (``io_buffer_double``), as many at once as ``io_multiplier`` says.
+    PYTHON has one buffer, MOCK writes nothing.
 
     Args:
         writer_config: the section, parsed.

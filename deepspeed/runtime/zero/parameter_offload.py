@@ -59,8 +59,11 @@ class ZeROOrderedDict(OrderedDict):
         parameter = super().__getitem__(key)
         if FWD_MODULE_STACK:
             shard = shard_of(parameter)
-            if shard is not None and (shard.full is None or shard.free):
-                _user_of(shard).use_external(shard)
+            if shard is not None:
+                if shard.full is None or shard.free:
+                    _user_of(shard).use_external(shard)
+                if not (parameter.requires_grad or shard.persistent) and _others_save_tensors():
+                    return _alias(parameter)
         return parameter
 
     # OrderedDict's own go through __getitem__, and listing parameters must gather nothing
@@ -81,6 +84,25 @@ def ensure_zero_ordered_dict(module: torch.nn.Module) -> None:
     """Let ``module`` keep its parameters in a ``ZeROOrderedDict``."""
     if not isinstance(module._parameters, ZeROOrderedDict):
         module._parameters = ZeROOrderedDict(module, module._parameters)
+
+
+def _others_save_tensors() -> bool:
+    """Whether a graph that is built now is kept by the hooks of others, as those of a non-reentrant checkpoint."""
+    if not (torch.is_grad_enabled() and autograd.saved_tensors_hooks_are_allowed()):
+        return False
+    hooks = autograd.top_saved_tensors_hooks()
+    return hooks is not None and hooks[0] is not pack_weight
+
+
+def _alias(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Another Parameter over the whole value that is there now.
+
+    Where others keep a saved tensor that needs no gradient, they may keep the object itself, and the parameter's own is
+    empty once the module has run. What the alias points to lives as long as the graph does.
+    """
+    alias = torch.nn.Parameter(parameter.data, requires_grad=False)
+    alias.__dict__.update(parameter.__dict__)
+    return alias
 
 
 def _user_of(shard: ShardedParameter) -> "ModuleUnit":

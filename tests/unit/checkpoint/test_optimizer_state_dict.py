@@ -3,6 +3,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import deepspeed.comm as dist
@@ -27,6 +28,8 @@ class TestOptimizerStateDict(DistributedTest):
             engine.backward(mse(engine(batch.x), batch.target))
             engine.step()
             state = engine.optimizer.state_dict()
+            with pytest.raises(NotImplementedError, match="optimizer.load_state_dict"):
+                engine.optimizer.load_state_dict(state)
             engine.save_checkpoint(str(tmp_path), tag=f"stage{stage}")
             if stage == 0:
                 file = tmp_path / "stage0" / "mp_rank_00_model_states.pt"

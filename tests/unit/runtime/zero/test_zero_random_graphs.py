@@ -145,7 +145,6 @@ class TestWhatRuns(DistributedTest):
         # the reentrant one runs its inside in forward and again in backward
         assert calls == {True: 1, False: 3}
 
-    @pytest.mark.xfail(strict=True, reason="weights let go of before backward uses them")
     def test_frozen_weights_under_a_non_reentrant_checkpoint(self) -> None:
         """torch keeps a recomputed tensor that needs no gradient as it is; the parameter itself, where an operator
         saved that. When the module has run, the parameter is empty again (stage 3)."""
