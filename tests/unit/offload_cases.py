@@ -116,9 +116,11 @@ def make(stage: int, case: Case, zero: dict[str, Any]) -> Any:
 
 
 def _adds_in_the_same_order(stage: int, case: Case) -> bool:
-    """Stage 1 reduces in each backward where gradients are offloaded. And on several ranks it may depend on time which
-    of several contributions of one backward a bucket takes along."""
-    certain = dist.get_world_size() == 1 or case.losses is not reentrant
+    """Stage 1 reduces in each backward where gradients are offloaded. On several ranks it may depend on time which of
+    several contributions of one backward a bucket takes along. And among more than two ranks an element's place in its
+    bucket, which is a smaller one where gradients are offloaded, decides on whose side its sum begins."""
+    ranks = dist.get_world_size()
+    certain = ranks == 1 or (ranks == 2 and case.losses is not reentrant)
     return certain and (stage > 1 or case.accumulation == 1)
 
 
