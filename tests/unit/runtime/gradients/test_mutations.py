@@ -196,9 +196,9 @@ def no_world_division(patch: pytest.MonkeyPatch) -> None:
 def scale_wrt_gas_ignored(patch: pytest.MonkeyPatch) -> None:
     real = GradientReducer.begin_backward
 
-    def begin_backward(self: GradientReducer, scope: BackwardScope) -> None:
+    def begin_backward(self: GradientReducer, scope: BackwardScope, *fired: ParameterRecord | None) -> None:
         scope.scale_by_accumulation = True
-        real(self, scope)
+        real(self, scope, *fired)
 
     patch.setattr(GradientReducer, "begin_backward", begin_backward)
 
