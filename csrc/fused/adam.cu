@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Adam and AdamW: unscale and clip the gradient, update the moments and the parameter, write its low-precision copy.
 
-#include <cmath>
 #include <type_traits>
 
 #include "tensor_table.cuh"
@@ -28,11 +27,7 @@ struct Adam {
     }
 };
 
-struct AdamNumbers {
-    float lr, decay, gain1, beta2, gain2, eps;
-    const float* lr_tensor;
-    Scale scale;
-    Correction correction;
+struct AdamNumbers : MomentNumbers {
     bool decoupled;
 };
 
@@ -61,18 +56,7 @@ adam_kernel(const __grid_constant__ TensorTable table, const __grid_constant__ A
 
 void adam(const Tensors& tensors, const Numbers& n, bool decoupled, bool amsgrad) {
     AdamNumbers numbers;
-    numbers.lr = float(n.lr);
-    numbers.decay = float(n.weight_decay);
-    numbers.gain1 = float(1.0 - n.beta1);
-    numbers.beta2 = float(n.beta2);
-    numbers.gain2 = float(1.0 - n.beta2);
-    numbers.eps = float(n.eps);
-    numbers.lr_tensor = n.lr_tensor;
-    numbers.scale = {float(n.grad_scale), n.grad_scale_tensor};
-    const bool corrected = n.bias_correction;
-    numbers.correction = {corrected ? float(1.0 - std::pow(n.beta1, n.step)) : 1.f,
-                          corrected ? float(std::sqrt(1.0 - std::pow(n.beta2, n.step))) : 1.f,
-                          float(std::log(n.beta1)), float(std::log(n.beta2)), corrected};
+    static_cast<MomentNumbers&>(numbers) = moment_numbers(n);
     numbers.decoupled = decoupled;
     const auto stream = static_cast<cudaStream_t>(n.stream);
     with_types(tensors, [&](auto p, auto g, auto l) {

@@ -5,7 +5,6 @@
 // no memory. Sums are made in a fixed order, block by block and then over blocks, so that a run can be repeated bit for
 // bit.
 
-#include <cmath>
 #include <type_traits>
 
 #include "tensor_table.cuh"
@@ -13,11 +12,7 @@
 namespace fused {
 namespace {
 
-struct LambNumbers {
-    float lr, decay, gain1, beta2, gain2, eps;
-    const float* lr_tensor;
-    Scale scale;
-    Correction correction;
+struct LambNumbers : MomentNumbers {
     bool eps_inside_sqrt;
 };
 
@@ -133,18 +128,7 @@ apply_kernel(const __grid_constant__ TensorTable table, const __grid_constant__ 
 
 LambNumbers lamb_numbers(const Numbers& n, bool eps_inside_sqrt) {
     LambNumbers numbers;
-    numbers.lr = float(n.lr);
-    numbers.decay = float(n.weight_decay);
-    numbers.gain1 = float(1.0 - n.beta1);
-    numbers.beta2 = float(n.beta2);
-    numbers.gain2 = float(1.0 - n.beta2);
-    numbers.eps = float(n.eps);
-    numbers.lr_tensor = n.lr_tensor;
-    numbers.scale = {float(n.grad_scale), n.grad_scale_tensor};
-    const bool corrected = n.bias_correction;
-    numbers.correction = {corrected ? float(1.0 - std::pow(n.beta1, n.step)) : 1.f,
-                          corrected ? float(std::sqrt(1.0 - std::pow(n.beta2, n.step))) : 1.f,
-                          float(std::log(n.beta1)), float(std::log(n.beta2)), corrected};
+    static_cast<MomentNumbers&>(numbers) = moment_numbers(n);
     numbers.eps_inside_sqrt = eps_inside_sqrt;
     return numbers;
 }

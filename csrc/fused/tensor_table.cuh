@@ -10,6 +10,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <cstdint>
 
 #include "fused.h"
@@ -200,7 +201,32 @@ struct Correction {
     }
 };
 
+// What updates with two moments (Adam, LAMB) are given.
+struct MomentNumbers {
+    float lr, decay, gain1, beta2, gain2, eps;
+    const float* lr_tensor;
+    Scale scale;
+    Correction correction;
+};
+
 // ---------------------------------------------------------------------------------------------- host side
+
+inline MomentNumbers moment_numbers(const Numbers& n) {
+    MomentNumbers numbers;
+    numbers.lr = float(n.lr);
+    numbers.decay = float(n.weight_decay);
+    numbers.gain1 = float(1.0 - n.beta1);
+    numbers.beta2 = float(n.beta2);
+    numbers.gain2 = float(1.0 - n.beta2);
+    numbers.eps = float(n.eps);
+    numbers.lr_tensor = n.lr_tensor;
+    numbers.scale = {float(n.grad_scale), n.grad_scale_tensor};
+    const bool corrected = n.bias_correction;
+    numbers.correction = {corrected ? float(1.0 - std::pow(n.beta1, n.step)) : 1.f,
+                          corrected ? float(std::sqrt(1.0 - std::pow(n.beta2, n.step))) : 1.f,
+                          float(std::log(n.beta1)), float(std::log(n.beta2)), corrected};
+    return numbers;
+}
 
 // Calls launch(table, blocks, first) for each table full of tensors; `first` is the number of its first tensor.
 template <typename Launch>

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed.ops.fused_kernels import TYPE_NUMBERS, StepNumbers, TensorUpdate
+from deepspeed.ops.optimizer_arguments import run_closure
 
 LEVEL_VARIABLE = "DS_CPU_SIMD"
 STEP = "step"
@@ -87,10 +88,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: a parameter or gradient is not in host memory, sparse, or not real floating-point.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         for group in self.param_groups:
             self._step_parameters([p for p in group["params"] if p.grad is not None], group)
         return loss

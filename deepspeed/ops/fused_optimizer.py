@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from deepspeed.ops.fused_kernels import StepNumbers, TensorUpdate, kernels_can_run, load_kernels
+from deepspeed.ops.optimizer_arguments import refuse_arguments, run_closure
 from deepspeed.runtime.gradients.autograd_internals import add_number_to_each
 from deepspeed.utils.logging import log_dist_once
 
@@ -50,11 +51,29 @@ class FusedOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------ the step
 
     @torch.no_grad()
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: Any = None,
+        grad_norms: Any = None,
+        grad_scaler: Any = None,
+    ) -> Any:
+        """One step with the gradients in ``.grad``. Returns what ``closure`` returned.
+
+        Raises:
+            RuntimeError: an argument other than ``closure``, or a sparse gradient.
+        """
+        refuse_arguments(
+            type(self).__name__,
+            grads=grads,
+            output_params=output_params,
+            scale=scale,
+            grad_norms=grad_norms,
+            grad_scaler=grad_scaler,
+        )
+        loss = run_closure(closure)
         self.step_each({})
         return loss
 
@@ -190,26 +209,3 @@ def _alike(updates: Iterable[TensorUpdate], capturable: bool) -> list[list[Tenso
         key = (update.param.get_device(), update.types, step, kernels_can_run(update))
         result.setdefault(key, []).append(update)
     return list(result.values())
-
-
-def refuse_arguments(name: str, **arguments: Any) -> None:
-    """RuntimeError for arguments of ``step`` that belong to a use this package has no part in."""
-    given = [key for key, value in arguments.items() if value is not None]
-    if given:
-        raise RuntimeError(
-            f"{name}.step() does not take {', '.join(given)}: gradients are those in .grad, already unscaled. Call"
-            " step() without arguments; the engine scales and clips"
-        )
-
-
-def check_numbers(name: str, **numbers: float | torch.Tensor) -> None:
-    """ValueError for a number that is negative."""
-    for key, value in numbers.items():
-        if not isinstance(value, torch.Tensor) and not value >= 0:
-            raise ValueError(f"{name}: {key} must not be negative, got {value}")
-
-
-def check_betas(name: str, betas: Sequence[float]) -> None:
-    """ValueError unless two numbers in [0, 1)."""
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"{name}: betas must be two numbers in [0, 1), got {betas}")

@@ -8,7 +8,7 @@ import torch
 
 from deepspeed.ops.cpu_optimizer import CPUOptimizer
 from deepspeed.ops.fused_kernels import StepNumbers, TensorUpdate
-from deepspeed.ops.fused_optimizer import check_numbers
+from deepspeed.ops.optimizer_arguments import check_numbers
 from deepspeed.ops.torch_updates import chunks
 
 

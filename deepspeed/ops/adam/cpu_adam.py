@@ -8,7 +8,7 @@ import torch
 
 from deepspeed.ops.cpu_optimizer import CPUOptimizer
 from deepspeed.ops.fused_kernels import StepNumbers, TensorUpdate
-from deepspeed.ops.fused_optimizer import check_betas, check_numbers
+from deepspeed.ops.optimizer_arguments import check_betas, check_numbers, run_closure
 from deepspeed.ops.torch_updates import adam, bias_corrections
 
 
@@ -66,10 +66,7 @@ class DeepSpeedCPUAdam(CPUOptimizer):
         Raises:
             IndexError: there is no such parameter.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         entries = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         if not 0 <= subgroup_id < len(entries):
             raise IndexError(f"DeepSpeedCPUAdam has {len(entries)} parameters, and none at {subgroup_id}")

@@ -5,7 +5,7 @@ Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015); Loshchilov a
 Regularization" (2019); Reddi et al., "On the Convergence of Adam and Beyond" (2018) for AMSGrad.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 
 from deepspeed.ops import torch_updates
 from deepspeed.ops.fused_kernels import StepNumbers, TensorUpdate, kernel_arguments
-from deepspeed.ops.fused_optimizer import FusedOptimizer, check_betas, check_numbers, refuse_arguments
+from deepspeed.ops.fused_optimizer import FusedOptimizer
+from deepspeed.ops.optimizer_arguments import check_betas, check_numbers
 
 
 class FusedAdam(FusedOptimizer):
@@ -69,30 +70,6 @@ class FusedAdam(FusedOptimizer):
     def adam_w_mode(self) -> bool:
         """Whether weight decay is decoupled, unless a group says otherwise."""
         return self.defaults["adam_w_mode"]
-
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: Any = None,
-        grad_norms: Any = None,
-        grad_scaler: Any = None,
-    ) -> Any:
-        """One step with the gradients in ``.grad``. Returns what ``closure`` returned.
-
-        Raises:
-            RuntimeError: an argument other than ``closure``, or a sparse gradient.
-        """
-        refuse_arguments(
-            "FusedAdam",
-            grads=grads,
-            output_params=output_params,
-            scale=scale,
-            grad_norms=grad_norms,
-            grad_scaler=grad_scaler,
-        )
-        return self._step(closure)
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         largest = ("max_exp_avg_sq",) if group["amsgrad"] else ()

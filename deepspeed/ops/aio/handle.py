@@ -3,7 +3,7 @@
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Union
 
@@ -387,6 +387,17 @@ class aio_handle:
     def close(self) -> None:
         """Finish what was started and end the threads; failures of what nobody waited for are not reported."""
         self._engine.close()
+
+
+def handle_of(section: Mapping[str, Any]) -> aio_handle:
+    """A handle with the settings of a parsed config section ``aio``; the caller closes it."""
+    return aio_handle(
+        section[const.AIO_BLOCK_SIZE],
+        section[const.AIO_QUEUE_DEPTH],
+        section[const.AIO_SINGLE_SUBMIT],
+        section[const.AIO_OVERLAP_EVENTS],
+        section[const.AIO_INTRA_OP_PARALLELISM],
+    )
 
 
 def aio_read(

@@ -12,7 +12,8 @@ import torch
 
 from deepspeed.ops import torch_updates
 from deepspeed.ops.fused_kernels import StepNumbers, TensorUpdate, kernel_arguments
-from deepspeed.ops.fused_optimizer import FusedOptimizer, check_betas, check_numbers, refuse_arguments
+from deepspeed.ops.fused_optimizer import FusedOptimizer
+from deepspeed.ops.optimizer_arguments import check_betas, check_numbers, refuse_arguments, run_closure
 from deepspeed.ops.parameter_pieces import PartitionedTensors
 
 CLIP_EPSILON = 1e-6
@@ -114,10 +115,7 @@ class FusedLamb(FusedOptimizer):
             RuntimeError: ``grads``, ``output_params`` or ``grad_norms``, or a sparse gradient.
         """
         refuse_arguments("FusedLamb", grads=grads, output_params=output_params, grad_norms=grad_norms)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         self.step_each({}, 1.0 / scale)
         return loss
 

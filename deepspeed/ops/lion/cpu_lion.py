@@ -6,7 +6,7 @@ from typing import Any
 
 from deepspeed.ops.cpu_optimizer import CPUOptimizer
 from deepspeed.ops.fused_kernels import StepNumbers, TensorUpdate
-from deepspeed.ops.fused_optimizer import check_betas, check_numbers
+from deepspeed.ops.optimizer_arguments import check_betas, check_numbers
 from deepspeed.ops.torch_updates import lion
 
 

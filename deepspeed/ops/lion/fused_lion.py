@@ -4,7 +4,7 @@
 Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 
 from deepspeed.ops import torch_updates
 from deepspeed.ops.fused_kernels import StepNumbers, TensorUpdate, kernel_arguments
-from deepspeed.ops.fused_optimizer import FusedOptimizer, check_betas, check_numbers, refuse_arguments
+from deepspeed.ops.fused_optimizer import FusedOptimizer
+from deepspeed.ops.optimizer_arguments import check_betas, check_numbers
 
 
 class FusedLion(FusedOptimizer):
@@ -46,30 +47,6 @@ class FusedLion(FusedOptimizer):
         check_betas("FusedLion", betas)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "capturable": capturable}
         super().__init__(params, defaults, set_grad_none)
-
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: Any = None,
-        grad_norms: Any = None,
-        grad_scaler: Any = None,
-    ) -> Any:
-        """One step with the gradients in ``.grad``. Returns what ``closure`` returned.
-
-        Raises:
-            RuntimeError: an argument other than ``closure``, or a sparse gradient.
-        """
-        refuse_arguments(
-            "FusedLion",
-            grads=grads,
-            output_params=output_params,
-            scale=scale,
-            grad_norms=grad_norms,
-            grad_scaler=grad_scaler,
-        )
-        return self._step(closure)
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg",)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deepspeed.ops.aio.errors import AsyncIOError
-from deepspeed.ops.aio.handle import FileTransfer, aio_handle
+from deepspeed.ops.aio.handle import FileTransfer, handle_of
 from deepspeed.runtime.gradients.host_memory import HostMemory
 from deepspeed.runtime.gradients.layout import FlatGroup, master_dtype
 from deepspeed.runtime.swap_tensor.buffer_pool import BufferPool, aligned_buffer
@@ -130,13 +130,7 @@ class FileHome(StateHome):
         largest = max((g.shard_numel * master_dtype(g.dtype).itemsize for g in groups), default=0)
         self.pool = BufferPool(config.buffer_count, largest, lambda nbytes: aligned_buffer(memory, nbytes))
         self.folder = SwapFolder(config.nvme_path, rank, KEY)
-        self.handle = aio_handle(
-            aio["block_size"],
-            aio["queue_depth"],
-            aio["single_submit"],
-            aio["overlap_events"],
-            aio["intra_op_parallelism"],
-        )
+        self.handle = handle_of(aio)
         self._groups: dict[int, RestingGroup] = {}
         self._handed: dict[int, torch.Tensor] = {}  # by address: buffers of masters that are being made
         self._visits = 0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deepspeed.ops.aio.errors import AsyncIOError
-from deepspeed.ops.aio.handle import FileTransfer, aio_handle
+from deepspeed.ops.aio.handle import FileTransfer, handle_of
 from deepspeed.runtime.gradients.host_memory import HostMemory
 from deepspeed.runtime.gradients.streams import HostOrder
 from deepspeed.runtime.swap_tensor.buffer_pool import PAGE, BufferPool, aligned_buffer
@@ -51,13 +51,7 @@ class ShardStore:
         self._memory = HostMemory(pinned=config.pin_memory)
         self.pool = BufferPool(max(1, config.buffer_count), 0, lambda nbytes: aligned_buffer(self._memory, nbytes))
         self.folder = SwapFolder(config.nvme_path, rank, f"{SECTION}.nvme_path")
-        self.handle = aio_handle(
-            aio["block_size"],
-            aio["queue_depth"],
-            aio["single_submit"],
-            aio["overlap_events"],
-            aio["intra_op_parallelism"],
-        )
+        self.handle = handle_of(aio)
         self._file = self.handle.open(self.folder.path / "weights")
         self.offsets: dict[ShardedParameter, int] = {}
         self._end = 0

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from deepspeed.ops.adam.fused_adam import FusedAdam
+from deepspeed.ops.optimizer_arguments import run_closure
 from deepspeed.ops.parameter_pieces import PartitionedTensors
 from deepspeed.runtime.zero.muon import original_muon
 from deepspeed.runtime.zero.muon.original_muon import (
@@ -14,7 +15,6 @@ from deepspeed.runtime.zero.muon.original_muon import (
     momentum_direction,
     momentum_of,
     orthogonalized,
-    run_closure,
     step_matrices,
     step_others,
 )

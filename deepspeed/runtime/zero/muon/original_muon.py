@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.ops.fused_optimizer import check_betas, check_numbers
+from deepspeed.ops.optimizer_arguments import check_betas, check_numbers, run_closure
 
 NS_METHODS = {"gram", "standard"}
 NS_STEPS = 5
@@ -254,14 +254,6 @@ def check_adam_group(group: dict[str, Any]) -> None:
     """ValueError for numbers that AdamW cannot use."""
     check_numbers("Muon's AdamW", lr=group["lr"], eps=group["eps"], weight_decay=group["weight_decay"])
     check_betas("Muon's AdamW", group["betas"])
-
-
-def run_closure(closure: Callable[[], Any] | None) -> Any:
-    """What ``closure`` returns, with gradients enabled."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 def momentum_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ import errno
 import multiprocessing
 import os
 import random
-import resource
 import subprocess
 import threading
 import time
@@ -16,6 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.aio import engines, python_engine
 from deepspeed.ops.op_builder import AsyncIOBuilder
+from unit.util import file_size_limit
 
 aio = AsyncIOBuilder().load()
 KINDS = aio.available_engines()
@@ -260,13 +260,9 @@ def test_write_that_is_cut_short(handle, tmp_path):
     the rest must be asked for, not be taken for written."""
     path = tmp_path / "file"
     data = handle.new_cpu_locked_tensor(300_000, torch.empty(0, dtype=torch.uint8)).fill_(3)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    try:
-        with pytest.raises(aio.AsyncIOError, match="larger than this process may write") as error:
-            handle.sync_pwrite(data, path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    too_large = pytest.raises(aio.AsyncIOError, match="larger than this process may write")
+    with file_size_limit(100_000), too_large as error:
+        handle.sync_pwrite(data, path)
     found = check(error, path, errno.EFBIG, "write", 0, 300_000)
     content = path.read_bytes()
     assert (found.error_offset, found.done, len(content), content.count(3)) == (100_000,) * 4

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +18,7 @@ from deepspeed.runtime.swap_tensor.errors import SwapError
 from deepspeed.runtime.swap_tensor.file_home import FileHome, Phase
 from deepspeed.runtime.swap_tensor.swap_folder import SwapFolder
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+from unit.util import file_size_limit
 
 NUMEL = [5000, 3, 1024, 7001, 1]
 
@@ -74,17 +73,6 @@ class Groups:
 
     def phases(self):
         return [group.phase for group in self.home._groups.values()]
-
-
-@contextmanager
-def no_writes():
-    """Every write of this process to a file fails, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 PIPELINES = [
@@ -156,7 +144,7 @@ def test_the_next_is_read_and_the_last_is_written_meanwhile(tmp_path):
 def test_a_visit_that_only_reads_writes_nothing(tmp_path):
     groups = Groups(tmp_path)
     groups.step()
-    with no_writes():
+    with file_size_limit(0):
         groups.check()
         groups.home.settle()
     groups.home.close()
@@ -206,7 +194,7 @@ def test_a_write_that_fails_loses_nothing(tmp_path, settings):
     groups = Groups(tmp_path, **settings)
     groups.step()
     groups.home.settle()
-    with no_writes():
+    with file_size_limit(0):
         groups.step()
         with pytest.raises(SwapError, match=r"rank 3: .* flat group 0 \(weight to weight\).*Nothing is lost"):
             groups.home.settle()
@@ -227,7 +215,7 @@ def test_a_write_that_fails_loses_nothing(tmp_path, settings):
 
 
 def test_no_space_at_all(tmp_path):
-    with no_writes(), pytest.raises(SwapError, match="cannot be written"):
+    with file_size_limit(0), pytest.raises(SwapError, match="cannot be written"):
         Groups(tmp_path)
 
 

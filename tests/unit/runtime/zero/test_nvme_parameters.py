@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import os
-import resource
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from unit.common import DistributedTest
 from unit.graphs import weights_of
 from unit.runtime.engine_cases import OddModel, batches_of, gradients_of, make_config, make_engine, run_window
+from unit.util import file_size_limit
 
 
 @pytest.fixture(autouse=True)
@@ -55,16 +54,6 @@ def train(engine: Any, steps: range, dtype: str = "fp32") -> dict[str, Any]:
 
 def same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
-
-
-@contextmanager
-def no_writes():
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def note_results_of_read_ahead(store: Any) -> list[bool]:
@@ -138,7 +127,7 @@ class TestWeightsOnNvme(DistributedTest):
 
     def test_disk_full_for_a_while(self, tmpdir):
         on_host, on_nvme = engine_of(state="cpu"), engine_of(tmpdir, state="cpu")
-        with no_writes():
+        with file_size_limit(0):
             same(train(on_nvme, range(1)), train(on_host, range(1)))
             run_window(on_nvme, batches_of(dist.get_rank(), 1, seed=1))
             with pytest.raises(SwapError, match="Nothing is lost"):

@@ -5,8 +5,6 @@ also when the disk is full for a while."""
 from __future__ import annotations
 
 import os
-import resource
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -25,6 +23,7 @@ from deepspeed.utils import (
 from unit.common import DistributedTest
 from unit.graphs import weights_of
 from unit.runtime.engine_cases import batches_of, gradients_of, make_config, make_engine, run_window
+from unit.util import file_size_limit
 
 # Several flat groups at every number of ranks, so that they take turns.
 SETTINGS = {"sub_group_size": 20, "reduce_bucket_size": 100}
@@ -94,16 +93,6 @@ def states_of(engine: Any) -> dict[str, torch.Tensor]:
 
 def same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
-
-
-@contextmanager
-def no_writes():
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 CASES = [
@@ -193,7 +182,7 @@ class TestNvme(DistributedTest):
         train(in_memory, range(1))
         train(on_nvme, range(1))
         expected = train(in_memory, range(1, 2))
-        with no_writes():
+        with file_size_limit(0):
             same(train(on_nvme, range(1, 2)), expected)
             run_window(on_nvme, batches_of(dist.get_rank(), 1, seed=2))
             for _ in range(2):
