@@ -6,6 +6,9 @@ python benchmarks/checkpoint_speed.py [--megabytes 1000] [--folder DIR] [--stage
 
 The plain write goes through the page cache in one call per file and is brought to the disk; "direct" does without the
 cache. The plain read is of files that the cache does not have, into new memory, and so is the load.
+
+The stall is measured twice: with training on all cores, where every second that the save takes of one is missing, and
+with one core left to it.
 """
 
 from __future__ import annotations
@@ -138,35 +141,78 @@ def measure_speed(engine: Any, folder: Path, rounds: int, stage: int) -> None:
         )
 
 
-def measure_stall(blocking: Any, decoupled: Any, folder: Path, rounds: int, samples: int) -> None:
-    """How much longer training takes with a decoupled save in it, from its call until it is written."""
-    found: dict[str, list[float]] = {
-        "window": [],
-        "blocking save": [],
-        "call": [],
-        "windows of a save": [],
-        "stall": [],
+def train_windows(engine: Any, count: int, samples: int) -> None:
+    for _ in range(count):
+        train_window(engine, samples)
+
+
+def is_there(folder: Path, tag: str) -> bool:
+    """Whether the checkpoint has appeared, with everything that training does for it."""
+    latest = folder / "latest"
+    return latest.is_file() and latest.read_text() == tag
+
+
+def train_with_save(engine: Any, folder: Path, tag: str, least: int, samples: int) -> int:
+    """A decoupled save and the windows after it, until the checkpoint is there and at least ``least``; how many."""
+    engine.save_checkpoint(str(folder), tag=tag)
+    count = 0
+    while count < least or not is_there(folder, tag):
+        train_window(engine, samples)
+        count += 1
+    return count
+
+
+def copy_of_as_many(bytes_of_save: int) -> Callable[[], Any]:
+    """A copy of so many bytes in memory, by all threads: the least that a save costs which does not stop training."""
+    source = torch.ones(bytes_of_save, dtype=torch.uint8)
+    target = source.clone()
+    return lambda: target.copy_(source)
+
+
+Times = tuple[float, float]  # by the clock, and that processors worked
+
+
+def stall_round(
+    blocking: Any, decoupled: Any, folder: Path, tag: str, windows: int, samples: int, copy: Callable[[], Any]
+) -> dict[str, Times]:
+    """One of each."""
+    for name in ("blocking", "decoupled"):
+        for old in (folder / name).glob("*/"):
+            shutil.rmtree(old)
+    used: list[int] = []
+    found = {
+        "without": timed(lambda: train_windows(decoupled, windows, samples)),
+        "blocking save": timed(lambda: blocking.save_checkpoint(str(folder / "blocking"), tag=tag)),
+        "with": timed(lambda: used.append(train_with_save(decoupled, folder / "decoupled", tag, windows, samples))),
+        "copy": timed(copy),
     }
-    decoupled.save_checkpoint(str(folder / "first"))  # makes the memory of the copies
-    for _ in range(rounds):
-        decoupled.checkpoint_engine._join()
-        ordinary = [timed(lambda: train_window(decoupled, samples))[0] for _ in range(3)]
-        found["blocking save"].append(timed(lambda: blocking.save_checkpoint(str(folder / "blocking"), tag="t"))[0])
-        begin = time.perf_counter()
-        found["call"].append(timed(lambda: decoupled.save_checkpoint(str(folder / "decoupled"), tag="t"))[0])
-        windows = 0
-        while decoupled.checkpoint_engine.is_writing() or not windows:
-            train_window(decoupled, samples)
-            windows += 1
-        whole = time.perf_counter() - begin
-        found["window"].append(statistics.median(ordinary))
-        found["windows of a save"].append(windows)
-        found["stall"].append(whole - windows * found["window"][-1])
-    print(f"decoupled, medians of {rounds} rounds that take turns")
-    for name, values in found.items():
-        print(f"{name:18s} {statistics.median(values):6.3f}")
-    for name in ("call", "stall"):
-        ratios = sorted(one / other for one, other in zip(found[name], found["blocking save"]))
+    more = used[0] / windows
+    (with_clock, with_busy), (clock, busy) = found["with"], found["without"]
+    return found | {"stall": (with_clock - more * clock, with_busy - more * busy)}
+
+
+def measure_stall(blocking: Any, decoupled: Any, folder: Path, rounds: int, samples: int) -> None:
+    """How much longer the same windows of training take with a decoupled save in them, from its call until the
+    checkpoint is there; by the clock, and in the time that processors worked."""
+    train_with_save(decoupled, folder / "decoupled", "first", 1, samples)  # makes the memory of the copies
+    windows = train_with_save(decoupled, folder / "decoupled", "second", 1, samples) + 1
+    size = sum(path.stat().st_size for path in (folder / "decoupled" / "second").glob("*.pt"))
+    copy = copy_of_as_many(size)
+    found = [stall_round(blocking, decoupled, folder, str(n), windows, samples, copy) for n in range(rounds)]
+    cores = len(os.sched_getaffinity(0))
+    print(f"decoupled, training on {torch.get_num_threads()} of {cores} cores, medians of {rounds} rounds in turns")
+    heads = {
+        "blocking save": "a blocking save",
+        "without": f"{windows} windows without a save",
+        "with": "with one, until it is there",
+        "stall": "how much longer",
+        "copy": "copy of as many bytes",
+    }
+    for name, head in heads.items():
+        seconds, busy = (statistics.median(one[name][i] for one in found) for i in (0, 1))
+        print(f"{head:28s} {seconds:7.3f} s, processors {busy:7.3f} s")
+    for name in ("stall", "copy"):
+        ratios = sorted(one[name][0] / one["blocking save"][0] for one in found)
         print(f"{name}: {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}) of a blocking save")
 
 
@@ -186,6 +232,9 @@ def main() -> None:
     measure_speed(engine, folder, options.rounds, options.stage)
     decoupled = make_engine(options.megabytes, options.stage, decoupled=True)
     measure_stall(engine, decoupled, folder, options.rounds, options.samples)
+    if torch.get_num_threads() > 1:  # what a training sees that does not need the last core, as on a device
+        torch.set_num_threads(torch.get_num_threads() - 1)
+        measure_stall(engine, decoupled, folder, options.rounds, options.samples)
     decoupled.destroy()
     shutil.rmtree(folder)
 

@@ -3,6 +3,7 @@
 
 from .async_io import AsyncIOBuilder
 from .builder import CUDAOpBuilder, NotImplementedBuilder, OpBuilder, get_default_compute_capabilities
+from .checkpoint import CheckpointBuilder
 from .cpu_optimizers import CPUAdagradBuilder, CPUAdamBuilder, CPULionBuilder
 from .fused_optimizers import FusedAdamBuilder, FusedLambBuilder, FusedLionBuilder
 from .not_built import (
@@ -36,6 +37,7 @@ __all__ = [
     "CPUAdamBuilder",
     "CPULionBuilder",
     "CUDAOpBuilder",
+    "CheckpointBuilder",
     "DeepCompileBuilder",
     "EvoformerAttnBuilder",
     "FPQuantizerBuilder",

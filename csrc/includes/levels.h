@@ -4,22 +4,13 @@
 #pragma once
 
 #include "cpu_types.h"
+#include "targets.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
-#endif
-
-#if defined(__clang__)
-#define DS_PRAGMA(text) _Pragma(#text)
-#define DS_BEGIN_TARGET(names) DS_PRAGMA(clang attribute push(__attribute__((target(names))), apply_to = function))
-#define DS_END_TARGET _Pragma("clang attribute pop")
-#else
-#define DS_PRAGMA(text) _Pragma(#text)
-#define DS_BEGIN_TARGET(names) _Pragma("GCC push_options") DS_PRAGMA(GCC target(names))
-#define DS_END_TARGET _Pragma("GCC pop_options")
 #endif
 
 namespace ds {

@@ -3,6 +3,8 @@
 
 from typing import Any
 
+from deepspeed import unbuilt
+
 _LAZY = ("SubparamShape", "enable_universal_checkpoint")
 
 
@@ -11,4 +13,4 @@ def __getattr__(name: str) -> Any:
         from deepspeed.checkpoint import universal_checkpoint
 
         return getattr(universal_checkpoint, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    unbuilt.refuse(__name__, name)

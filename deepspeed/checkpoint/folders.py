@@ -56,8 +56,7 @@ def finish(save_dir: str, tag: str, sizes: dict[str, int], save: str = "") -> No
         save: which save this is part of, where nodes have folders of their own.
     """
     staging, replaced, target = staging_folder(save_dir, tag), _beside(save_dir, tag, REPLACED), _target(save_dir, tag)
-    storage.write_manifest(staging, sizes, save)
-    storage.sync_folder(staging)
+    storage.write_manifest(staging, sizes, save)  # brings all names in the folder to the disk
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.isdir(target):
         if os.path.isdir(replaced):

@@ -2,7 +2,8 @@
 """CRC-32 of large memory by several threads, and the checksums of the records in a file of ``torch.save``.
 
 ``torch.save`` computes them itself, in one thread, before it hands a tensor over: a disk that writes faster than that
-waits. Here the stream that a file is written to fills them in, while other threads write.
+waits. Here the stream that a file is written to fills them in: it computes them while it copies, has threads do it, or
+knows them already.
 """
 
 import functools
@@ -11,10 +12,12 @@ import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 
 from deepspeed.checkpoint.crew import Crew
+from deepspeed.checkpoint.native_sums import native_sums
 
 CHUNK = 8 << 20  # bytes that one thread takes at once
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, x^31 in the lowest bit
@@ -22,6 +25,13 @@ _ONE, _X = 1 << 31, 1 << 30
 _HEADER, _DESCRIPTOR, _ENTRY = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
 _HEADER_BYTES, _ENTRY_BYTES = 30, 46
 _HAS_DESCRIPTOR = 8  # a flag in the header
+ALIGNMENT = 4096  # of records that go to the disk from where they are; what direct writes need at most
+
+
+def crc32_of(view: memoryview) -> int:
+    """CRC-32, by whatever is fastest here. Other threads run meanwhile."""
+    native = native_sums(len(view))
+    return zlib.crc32(view) if native is None else native.crc32(view)
 
 
 def crew_of_sums() -> Crew:
@@ -60,7 +70,7 @@ def combined(first: int, second: int, length: int) -> int:
 
 
 class PendingSum:
-    """CRC-32 of what is added, computed by a crew in chunks."""
+    """CRC-32 of what is added, computed by a crew in chunks, or by the caller."""
 
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
@@ -73,15 +83,20 @@ class PendingSum:
         Args:
             before: what a thread does first, given where in ``view`` a chunk begins.
         """
-        self.length += len(view)
         if len(view) < CHUNK // 64:  # less than it takes to hand it to a thread
-            self._parts.append((zlib.crc32(view), len(view)))
+            self.add_known(zlib.crc32(view), len(view))
             return
+        self.length += len(view)
         for start in range(0, len(view), CHUNK):
             chunk = view[start : start + CHUNK]
             if before is not None:
                 self._crew.submit(before, start)
-            self._parts.append((self._crew.submit(zlib.crc32, chunk), len(chunk)))
+            self._parts.append((self._crew.submit(crc32_of, chunk), len(chunk)))
+
+    def add_known(self, value: int, length: int) -> None:
+        """So many bytes with this CRC-32 come next."""
+        self.length += length
+        self._parts.append((value, length))
 
     def value(self) -> int:
         """Wait for it."""
@@ -112,15 +127,16 @@ class RecordSums:
         self._follows = True
         self.complete = False  # whether the directory has come by, with the checksums of all records
 
-    def through(self, view: memoryview) -> memoryview:
-        """The bytes to be written for those handed over, as many."""
+    def through(self, view: memoryview) -> tuple[memoryview, PendingSum | None]:
+        """The bytes to be written for those handed over, as many. Where they are contents of a record also what the
+        caller has to add them to, before it hands over any more."""
         if not self._follows:
-            return view
+            return view, None
         if self._sum is not None:
             return self._in_record(view)
         if not self._header and view[:4] == _ENTRY:
-            return self._in_directory(view)
-        return self._in_header(view)
+            return self._in_directory(view), None
+        return self._in_header(view), None
 
     def _in_header(self, view: memoryview) -> memoryview:
         self._header += view
@@ -137,16 +153,15 @@ class RecordSums:
             self._header.clear()
         return view
 
-    def _in_record(self, view: memoryview) -> memoryview:
+    def _in_record(self, view: memoryview) -> tuple[memoryview, PendingSum | None]:
         pending = self._sum
         number = (len(view) - 8) // 2  # bytes of a size: 8 in large files
         size = int.from_bytes(view[-number:], "little") if number in (4, 8) else None
         if size != pending.length or view[:4] != _DESCRIPTOR:
-            pending.add(view)
-            return view
+            return view, pending
         self._sum = None
         self._done.append(pending.value())
-        return _with_sum(view, 4, self._done[-1])
+        return _with_sum(view, 4, self._done[-1]), None
 
     def _in_directory(self, view: memoryview) -> memoryview:
         position = 0
@@ -170,26 +185,49 @@ def _with_sum(view: memoryview, at: int, value: int) -> memoryview:
 _switch_lock = threading.Lock()
 
 
-class TorchSums:
-    """torch's switch for the checksums of ``torch.save``, of which there is one for all threads.
+@functools.cache
+def _alignment() -> Any:
+    """torch's settings with ``storage_alignment``; None before it had that."""
+    try:
+        from torch.utils.serialization import config
+    except ImportError:
+        return None
+    return config.save if hasattr(config.save, "storage_alignment") else None
 
-    torch reads it when it opens a file. So it is off from ``leave_out`` until the stream has its first bytes, when
-    ``put_back`` is called, and hardly any ``torch.save`` of another thread meets it.
+
+class TorchSwitches:
+    """torch's switches for ``torch.save``, of which there is one set for all threads: its own checksums, and where in
+    the file records begin.
+
+    torch reads them when it opens a file. They are other ones from ``change`` until the stream has its first bytes,
+    when ``put_back`` is called, and hardly any ``torch.save`` of another thread meets that.
     """
 
-    exists = hasattr(torch.serialization, "set_crc32_options")  # in torch 2.6 and later
+    exist = hasattr(torch.serialization, "set_crc32_options")  # in torch 2.6 and later
 
     def __init__(self) -> None:
-        self._before: bool | None = None
+        self._sums_before: bool | None = None
+        self._alignment_before = 0
 
-    def leave_out(self) -> None:
+    def change(self, aligned: bool) -> None:
+        """Leave checksums out.
+
+        Args:
+            aligned: contents of records shall begin at multiples of 4096, in a torch that can do so.
+        """
         _switch_lock.acquire()
-        self._before = torch.serialization.get_crc32_options()
+        self._sums_before = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)
+        if aligned and (settings := _alignment()) is not None:
+            self._alignment_before = settings.storage_alignment
+            settings.storage_alignment = ALIGNMENT
 
     def put_back(self) -> None:
         """May be called more than once."""
-        if self._before is not None:
-            torch.serialization.set_crc32_options(self._before)
-            self._before = None
-            _switch_lock.release()
+        if self._sums_before is None:
+            return
+        torch.serialization.set_crc32_options(self._sums_before)
+        if self._alignment_before:
+            _alignment().storage_alignment = self._alignment_before
+        self._sums_before, self._alignment_before = None, 0
+        _switch_lock.release()

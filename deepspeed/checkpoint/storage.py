@@ -6,6 +6,7 @@ last, names every file with its size.
 """
 
 import argparse
+import codecs
 import collections
 import datetime
 import json
@@ -14,14 +15,15 @@ import os
 import pathlib
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy
 import torch
 
-from deepspeed.checkpoint.block_stream import Blocks, BlockStream
+from deepspeed.checkpoint.block_stream import Blocks, BlockStream, Steady
 from deepspeed.checkpoint.files import MANIFEST
 from deepspeed.checkpoint.record_sums import CHUNK, PendingSum, crew_of_sums
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -33,7 +35,7 @@ PART = ".part"
 _OWN_CLASSES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, torch.Size]
 # What scripts keep in a client state and schedulers in theirs; making one of them runs no code of the file's choice.
 _DATA_CLASSES = [
-    argparse.Namespace, collections.defaultdict, collections.deque, set, frozenset, slice, complex, pathlib.PosixPath,
+    argparse.Namespace, set, frozenset, slice, complex, pathlib.PosixPath,
     pathlib.PurePosixPath, datetime.datetime, datetime.date, datetime.timedelta, datetime.timezone,
 ]  # fmt: skip
 _CHUNKS_AHEAD = 4
@@ -44,7 +46,8 @@ def _numpy_classes() -> list[Any]:
     """What arrays and numbers of numpy, such as its random state, are pickled with."""
     rebuild, scalar = numpy.zeros(1).__reduce__()[0], numpy.float64(0).__reduce__()[0]
     dtypes = [type(numpy.dtype(kind)) for kind in "?bBhHiIlLqQefdFD"]
-    return [rebuild, scalar, numpy.ndarray, numpy.dtype, *dict.fromkeys(dtypes)]
+    # Their bytes are written as text to be encoded, which torch reads without being told from 2.5 on.
+    return [rebuild, scalar, numpy.ndarray, numpy.dtype, codecs.encode, *dict.fromkeys(dtypes)]
 
 
 class CheckpointError(RuntimeError):
@@ -72,16 +75,23 @@ def _open(path: str) -> BlockStream:
     return BlockStream(path, Blocks())
 
 
-def write_tensors(path: str, content: Any, open_stream: Callable[[str], BlockStream] = _open, keep: bool = True) -> int:
+def write_tensors(
+    path: str,
+    content: Any,
+    open_stream: Callable[[str], BlockStream] = _open,
+    keep: bool = True,
+    steady: Steady | None = None,
+) -> int:
     """``torch.save`` that replaces ``path`` at once, when everything is on the disk; the size in bytes.
 
     Args:
         open_stream: makes the stream that is written to, given a path.
         keep: False for a stream that leaves no file.
+        steady: memory in ``content`` that stays as it is while this runs.
     """
     part = path + PART
     with open_stream(part) as stream:
-        stream.save(content)
+        stream.save(content, steady)
         stream.flush()
         if keep:
             os.fsync(stream.fileno())
@@ -102,6 +112,23 @@ def write_text(path: str, text: str) -> None:
     sync_folder(os.path.dirname(path) or ".")
 
 
+@contextmanager
+def _reading_classes(classes: list[Any]) -> Iterator[None]:
+    """``torch.load`` makes objects of these classes inside."""
+    serialization = torch.serialization
+    if hasattr(serialization, "safe_globals"):  # torch 2.5
+        with serialization.safe_globals(classes):
+            yield
+        return
+    before = serialization.get_safe_globals()
+    serialization.add_safe_globals(classes)
+    try:
+        yield
+    finally:
+        serialization.clear_safe_globals()
+        serialization.add_safe_globals(before)
+
+
 def read_tensors(path: str, trust: bool = False, map_location: Any = "cpu") -> Any:
     """Contents of a file that ``write_tensors`` or DeepSpeed has written; tensors are read from the disk when used.
 
@@ -115,7 +142,7 @@ def read_tensors(path: str, trust: bool = False, map_location: Any = "cpu") -> A
     if not os.path.isfile(path):
         raise FileNotFoundError(f"checkpoint file {path} does not exist")
     try:
-        with torch.serialization.safe_globals(_OWN_CLASSES + _DATA_CLASSES + _numpy_classes()):
+        with _reading_classes(_OWN_CLASSES + _DATA_CLASSES + _numpy_classes()):
             mapped = not _is_of_old_format(path)
             return torch.load(path, map_location=map_location, weights_only=not trust, mmap=mapped)
     except pickle.UnpicklingError as error:
@@ -145,9 +172,9 @@ def sums_are_checked() -> bool:
 
 def needs_trust(content: Any) -> set[str]:
     """Classes in nested containers that a file cannot be read with unless it is trusted."""
-    if isinstance(content, dict):
+    if isinstance(content, dict) and not isinstance(content, collections.defaultdict):
         content = [*content.keys(), *content.values()]
-    if isinstance(content, (list, tuple, set, frozenset, collections.deque)):
+    if isinstance(content, (list, tuple, set, frozenset)):
         return set().union(*(needs_trust(item) for item in content))
     kind = type(content)
     plain = (int, float, bool, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.nn.Parameter)

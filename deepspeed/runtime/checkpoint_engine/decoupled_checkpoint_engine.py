@@ -18,7 +18,7 @@ DEFAULT_CHECKPOINT_TIMEOUT_SECONDS = 300
 
 class DecoupledCheckpointEngine(CheckpointEngine):
     """``save`` copies to host memory and returns; a thread writes the copies. What rests until the next step is copied
-    by the thread as well.
+    beside training, by threads that give way to it; what they did not come to, the step copies with all of its own.
 
     The thread is not a daemon: the interpreter does not end before the files are on the disk.
 
@@ -31,9 +31,8 @@ class DecoupledCheckpointEngine(CheckpointEngine):
         self._writer = FastCheckpointEngine(config_params, dp_writer_config, optimize_dp_state)
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
-        self._queue: list[tuple[Any, str]] = []
+        self._queue: list[tuple[Any, str, bool]] = []  # contents, path, whether some of them rest
         self._fault: BaseException | None = None
-        self._copied = threading.Event()
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """A checkpoint begins; one that is being written is waited for, and what went wrong with it is raised."""
@@ -42,36 +41,36 @@ class DecoupledCheckpointEngine(CheckpointEngine):
         self.set_commit_info(info)
 
     def save(self, state_dict: Any, path: str) -> None:
-        self._queue.append((self._buffers.snapshot(state_dict), path))
+        self._queue.append((self._buffers.snapshot(state_dict), path, False))
 
     def save_resting(
         self, state_dict: Any, path: str, rests: Callable[[torch.Tensor], bool]
     ) -> Callable[[], None] | None:
-        self._queue.append((self._buffers.snapshot(state_dict, rests), path))
+        self._queue.append((self._buffers.snapshot(state_dict, rests), path, True))
         return self._await_copies
 
     def _await_copies(self) -> None:
         if self._thread is not None:  # else the checkpoint has been given up
-            self._copied.wait()
+            self._buffers.settle(torch.get_num_threads())
 
     def begin_commit(self, info: CheckpointCommitInfo) -> None:
         """Write what was handed over, from now on."""
         self._buffers.wait()
-        self._copied.clear()
         self._thread = threading.Thread(target=self._write_all, name="checkpoint writer")
         self._thread.start()
 
     def _write_all(self) -> None:
         try:
-            self._buffers.copy_later()
-            self._copied.set()
+            if not self._buffers.copies_beside:
+                self._buffers.settle()
             while self._queue:
-                content, path = self._queue.pop(0)
-                self._writer.write(content, path)
+                content, path, rests = self._queue.pop(0)
+                if rests:
+                    self._buffers.settle()
+                    self._buffers.check_rest()
+                self._writer.write(content, path, self._buffers.steady())
         except BaseException as error:  # noqa: BLE001 - the caller of commit() gets it
             self._fault = error
-        finally:
-            self._copied.set()
 
     def load(self, path: str, map_location: Any = None) -> Any:
         return self._writer.load(path, map_location)
@@ -88,6 +87,7 @@ class DecoupledCheckpointEngine(CheckpointEngine):
 
     def _join(self) -> None:
         if self._thread is not None:
+            self._await_copies()
             self._thread.join()
             self._thread = None
         self._queue.clear()

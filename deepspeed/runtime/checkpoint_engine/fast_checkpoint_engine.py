@@ -4,6 +4,7 @@
 from typing import Any
 
 from deepspeed.checkpoint import storage
+from deepspeed.checkpoint.block_stream import Steady
 from deepspeed.checkpoint.host_copies import writable_state
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine, load_to
 from deepspeed.runtime.model_checkpointing.constants import CHECKPOINT_WRITER_TYPE, CheckpointWriterType
@@ -32,9 +33,13 @@ class FastCheckpointEngine(CheckpointEngine):
     def save(self, state_dict: Any, path: str) -> None:
         self.write(writable_state(state_dict), path)
 
-    def write(self, content: Any, path: str) -> None:
-        """Write what is in host memory already and does not change."""
-        storage.write_tensors(path, content, self._open, keep=not self._mock)
+    def write(self, content: Any, path: str, steady: Steady | None = None) -> None:
+        """Write what is in host memory already and does not change.
+
+        Args:
+            steady: memory that is known to stay as it is while this runs.
+        """
+        storage.write_tensors(path, content, self._open, keep=not self._mock, steady=steady)
 
     def _open(self, path: str) -> Any:
         return self._writers.create_writer(path, self._optimize_dp_state)

@@ -135,6 +135,8 @@ class UnfinishedSave:
 
 
 _current: list[UnfinishedSave] = []  # one at most
+# A forked child has none of the threads that write, and must not give a name to what they have not finished.
+os.register_at_fork(after_in_child=_current.clear)
 
 
 def add(save: UnfinishedSave) -> None:
