@@ -104,7 +104,7 @@ class BackwardHookStateManager:
         scope, self.scope = self.scope, None
         if scope is not None:
             scope.release()
-            self.reducer.abort_backward(reason)
+            self.reducer.abort_backward(reason, scope.announced)
 
     # -------------------------------------------------- other backwards
 
@@ -405,6 +405,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             culprits = self._explain_overflow(shards)
         else:
             with profiler_range("deepspeed.update"):
+                self._take_over_written()
                 self._update(shards, self._clip_factor(norm))
             forget_autocast_copies()
         self.reducer.start_window()
@@ -422,6 +423,9 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     def _check_window(self) -> None:
         """What else must hold before gradients are used. Every rank is here, and none still reduces. Collective."""
+
+    def _take_over_written(self) -> None:
+        """Weights that the program has written to are what the step begins at, where there are masters beside them."""
 
     def _update(self, shards: list[torch.Tensor], factor: float | torch.Tensor) -> None:
         """Step the inner optimizer with ``factor`` times ``shards`` as gradient and write the model's weights.

@@ -2,6 +2,7 @@
 """Numeric and bookkeeping helpers of the runtime."""
 
 import dataclasses
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,20 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.gradients import autograd_internals as autograd
-from deepspeed.runtime.gradients.arithmetic import sum_of_squares
+from deepspeed.runtime.tensor_lists import align_dense_tensors as align_dense_tensors
+from deepspeed.runtime.tensor_lists import call_to_str as call_to_str
+from deepspeed.runtime.tensor_lists import clip_tensors_by_global_norm as clip_tensors_by_global_norm
+from deepspeed.runtime.tensor_lists import compare_tensors_in_structures as compare_tensors_in_structures
+from deepspeed.runtime.tensor_lists import copy_to_device as copy_to_device
+from deepspeed.runtime.tensor_lists import filter_empty_parameters as filter_empty_parameters
+from deepspeed.runtime.tensor_lists import get_global_norm_of_tensors as get_global_norm_of_tensors
+from deepspeed.runtime.tensor_lists import get_only_unique_item as get_only_unique_item
+from deepspeed.runtime.tensor_lists import get_tensor_bytes as get_tensor_bytes
+from deepspeed.runtime.tensor_lists import get_weight_norm as get_weight_norm
+from deepspeed.runtime.tensor_lists import norm_of, scale_to_norm
+from deepspeed.runtime.tensor_lists import partition_balanced as partition_balanced
+from deepspeed.runtime.tensor_lists import partition_uniform as partition_uniform
+from deepspeed.runtime.tensor_lists import prefix_sum_inc as prefix_sum_inc
 from deepspeed.utils.logging import print_dist
 
 
@@ -104,29 +118,9 @@ def clip_grad_norm_(
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return torch.zeros(())
-    total = _norm_of(gradients, norm_type)
-    if mpu is not None:
-        infinite = norm_type == float("inf")
-        powered = total if infinite else total**norm_type
-        dist.all_reduce(
-            powered, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mpu.get_model_parallel_group()
-        )
-        total = powered if infinite else powered ** (1.0 / norm_type)
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        # as 0-dim tensor it does not widen the product, and is not rounded to the gradient's dtype before
-        gradient.mul_(factor.to(gradient.device))
+    total = norm_of(gradients, norm_type, mpu)
+    scale_to_norm(gradients, total, max_norm, 1e-6)
     return total.float()
-
-
-def _norm_of(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """0-dim float64, on the device of the first gradient."""
-    device = gradients[0].device
-    if norm_type == 2:
-        return torch.stack([sum_of_squares(g.detach().reshape(-1)).to(device) for g in gradients]).sum().sqrt()
-    wide = [torch.promote_types(g.dtype, torch.float32) for g in gradients]
-    norms = [torch.linalg.vector_norm(g.detach(), norm_type, dtype=d).double() for g, d in zip(gradients, wide)]
-    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
 
 
 def get_global_norm(norm_list: list[float]) -> float:
@@ -168,3 +162,33 @@ class DummyOptim:
 
     def __init__(self, params: Iterable[torch.nn.Parameter]) -> None:
         self.param_groups = [{"params": list(params)}]
+
+
+def is_model_parallel_parameter(p: torch.nn.Parameter) -> bool:
+    """Whether a tensor-parallel library has marked the parameter as one that every rank has its own part of."""
+    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
+
+
+def empty_cache() -> None:
+    """Give memory that torch's allocator holds for later back to the device."""
+    get_accelerator().empty_cache()
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the folder that ``filename`` lies in, and those above it."""
+    os.makedirs(os.path.dirname(filename) or ".", exist_ok=True)
+
+
+def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``func`` itself."""
+    return func
+
+
+class noop_context:
+    """A context that does nothing."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        return None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage 0: every rank holds all weights, gradients and optimizer state."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from deepspeed.runtime.gradients.layout import (
 from deepspeed.runtime.gradients.ledger import ParameterRecord
 from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.runtime.parameter_handover import replace_parameters
+from deepspeed.runtime.weight_watch import WeightWatch, take_over
 from deepspeed.utils.tensor_fragment import ParameterLink, link_parameters, unlink_parameters
 
 
@@ -63,8 +65,12 @@ class ReplicatedOptimizer(ZeROOptimizer):
         )
         self.masters = self._make_masters(flat_groups)
         replace_parameters(init_optimizer, [[self.masters[record] for record in group] for group in record_groups])
+        beside = [record for record, master in self.masters.items() if master is not record.parameter]
+        self._watch = WeightWatch(beside)
         self._published: dict[ParameterRecord, tuple[torch.Tensor, int]] = {}
-        before = self.backward_state.before_accumulation
+        self._views: list[tuple[ParameterRecord, torch.Tensor]] = []
+        self._viewed: list[int] = []  # addresses of the shards that they are views of
+        before = _only_if(self._published, self.backward_state.before_accumulation)
         self._handles = [record.parameter.register_hook(before) for record in reducer.ledger.records]
         self.backward_state.register_grad_acc_post_hook(self.publish_gradients)
         link_parameters(self)
@@ -91,23 +97,28 @@ class ReplicatedOptimizer(ZeROOptimizer):
     # ------------------------------------------------------------------ published gradients
 
     def _gradient_views(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
-        views = []
-        for group in self.reducer.layout.groups:
-            shard = self.reducer.shards[group.index]
-            for record, offset in zip(group.records, group.offsets):
-                parameter = record.parameter
-                views.append((record, shard.narrow(0, offset, parameter.numel()).view(parameter.shape)))
-        return views
+        """Each parameter's part of the reduced gradient; kept, since they are asked for three times in a step. What is
+        handed out is another tensor over the same memory: its ``.data`` may come to point elsewhere."""
+        shards = self.reducer.shards
+        addresses = [shard.data_ptr() for shard in shards]
+        if addresses != self._viewed:
+            self._viewed = addresses
+            self._views = [
+                (record, shards[group.index].narrow(0, offset, record.numel).view(record.shape))
+                for group in self.reducer.layout.groups
+                for record, offset in zip(group.records, group.offsets)
+            ]
+        return self._views
 
     @torch.no_grad()
     def publish_gradients(self) -> None:
         """Show the reduced gradient in ``.grad``: a view where the dtype allows, else a rounded copy."""
         ledger = self.reducer.ledger
-        if not ledger.reduced or ledger.waiting() or not self.reducer.reduces_now():
+        if not (ledger.reduced and self.reducer.usable and self.reducer.reduces_now()) or ledger.waiting():
             return
         self.reducer.order.join()
         for record, view in self._gradient_views():
-            shown = view if view.dtype == record.parameter.dtype else view.to(record.parameter.dtype)
+            shown = view.detach() if view.dtype == record.parameter.dtype else view.to(record.parameter.dtype)
             record.parameter.grad = shown
             self._published[record] = (shown, shown._version)
 
@@ -130,7 +141,7 @@ class ReplicatedOptimizer(ZeROOptimizer):
             elif parameter.grad is not shown or (shown._version != version and shown.data_ptr() != view.data_ptr()):
                 view.copy_(parameter.grad)
             parameter.grad = None
-        self._published = {}
+        self._published.clear()
 
     def _note_edits(self) -> None:
         """What the caller wrote is not to be compared. All views of fp32 gradients share one version."""
@@ -143,12 +154,16 @@ class ReplicatedOptimizer(ZeROOptimizer):
         self.publish_gradients()
 
     def gradients_edited(self) -> None:
-        self._published = {}
+        self._published.clear()
         for record in self.reducer.ledger.records:
             record.parameter.grad = None
         self.publish_gradients()
 
     # ------------------------------------------------------------------ update
+
+    def _take_over_written(self) -> None:
+        for record in self._watch.written():
+            take_over(self.masters[record], record.parameter)
 
     @torch.no_grad()
     def _update(self, shards: list[torch.Tensor], factor: float | torch.Tensor) -> None:
@@ -158,7 +173,7 @@ class ReplicatedOptimizer(ZeROOptimizer):
         low: dict[torch.Tensor, torch.Tensor] = {}
         for record, view in self._gradient_views():
             master = self.masters[record]
-            master.grad = view if view.dtype == master.dtype else view.to(master.dtype)
+            master.grad = view.detach() if view.dtype == master.dtype else view.to(master.dtype)
             if master is not record.parameter:
                 low[master] = record.parameter
         if in_one_pass:
@@ -171,6 +186,7 @@ class ReplicatedOptimizer(ZeROOptimizer):
             self.optimizer.step()  # finds no gradient and steps nothing: for its hooks, and whoever counts its steps
         else:
             copy_each(list(low.values()), list(low))
+        self._watch.settle()
 
     def public_norm(self, norm: GradientNorm | None) -> Any:
         return None if norm is None else norm.read()
@@ -186,6 +202,7 @@ class ReplicatedOptimizer(ZeROOptimizer):
         pairs = [(record.parameter, master) for record, master in self.masters.items()]
         low = [(parameter, master) for parameter, master in pairs if master is not parameter]
         copy_each([parameter for parameter, _ in low], [master for _, master in low])
+        self._watch.settle()
 
     @torch.no_grad()
     def refresh_fp32_params(self) -> None:
@@ -193,6 +210,7 @@ class ReplicatedOptimizer(ZeROOptimizer):
         for record, master in self.masters.items():
             if master is not record.parameter:
                 master.copy_(record.parameter)
+        self._watch.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of the optimizer, as live tensors. To resume from it, ``engine.save_checkpoint`` and
@@ -219,12 +237,24 @@ class ReplicatedOptimizer(ZeROOptimizer):
         self.retract_gradients()
         for handle in self._handles:
             handle.remove()
+        self._views, self._viewed = [], []
         super().destroy()
         unlink_parameters(self)
 
 
 class FP16_UnfusedOptimizer(ReplicatedOptimizer):
     """Stage 0 with fp16 or bf16 weights and one fp32 master per parameter."""
+
+
+def _only_if(published: dict[Any, Any], hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """``hook``, where there is something in ``published``: it runs for every parameter in every backward, and nearly
+    always there is nothing."""
+
+    def call(gradient: torch.Tensor) -> None:
+        if published:
+            hook(gradient)
+
+    return call
 
 
 def _master_of(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -2,7 +2,7 @@
 """This rank's fp32 master weights, and the model's weights that follow them: views of flat tensors, or shards."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch
 
 from deepspeed.runtime.gradients.host_memory import HostMemory
 from deepspeed.runtime.gradients.layout import FlatGroup, ShardLayout, master_dtype
+from deepspeed.runtime.gradients.ledger import ParameterRecord
 from deepspeed.runtime.gradients.streams import HostOrder
+from deepspeed.runtime.weight_watch import take_over
 from deepspeed.runtime.zero.sharded_parameter import ShardedParameter, shard_of
 from deepspeed.runtime.zero.state_home import StateHome, homes_in_memory
 
@@ -255,6 +257,17 @@ class FlatWeights(MasterWeights):
     def own_slice(self, index: int) -> torch.Tensor:
         group = self.layout.groups[index]
         return self.flats[index].narrow(0, group.shard_start, group.shard_numel)
+
+    def take_over(self, written: Container[ParameterRecord]) -> None:
+        """Masters of parameters that were written to take their values."""
+        for batch in self.visit():
+            for index in batch:
+                group, own = self.layout.groups[index], self.own_slice(index)
+                for record, offset in zip(group.records, group.offsets):
+                    begin = max(offset - group.shard_start, 0)
+                    end = min(offset + record.numel - group.shard_start, group.shard_numel)
+                    if record in written and begin < end:
+                        take_over(self.masters[index][begin:end], own[begin:end])
 
 
 class ShardWeights(MasterWeights):

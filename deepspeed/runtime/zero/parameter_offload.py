@@ -21,17 +21,17 @@ from deepspeed.runtime.gradients import autograd_internals as autograd
 from deepspeed.runtime.utils import tensors_in
 from deepspeed.runtime.zero.optimizer_offload import shard_memory, shard_store
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, make_secondary
+from deepspeed.runtime.zero.saved_weights import alias_of, pack_weight, unpack_weight
 from deepspeed.runtime.zero.sharded_parameter import (
     ShardedParameter,
     ShardRanks,
+    all_written,
     gather_now,
-    pack_weight,
     ranks_of,
     rest_shards,
     shard_of,
     shards_of,
     start_gathers,
-    unpack_weight,
 )
 from deepspeed.utils import groups
 
@@ -63,7 +63,9 @@ class ZeROOrderedDict(OrderedDict):
                 if shard.full is None or shard.free:
                     _user_of(shard).use_external(shard)
                 if not (parameter.requires_grad or shard.persistent) and _others_save_tensors():
-                    return _alias(parameter)
+                    # They may keep a saved tensor that needs no gradient as the object itself, and the parameter's own
+                    # is empty once the module has run. What the alias points to lives as long as the graph does.
+                    return alias_of(parameter, parameter.data)
         return parameter
 
     # OrderedDict's own go through __getitem__, and listing parameters must gather nothing
@@ -83,7 +85,13 @@ class ZeROOrderedDict(OrderedDict):
 def ensure_zero_ordered_dict(module: torch.nn.Module) -> None:
     """Let ``module`` keep its parameters in a ``ZeROOrderedDict``."""
     if not isinstance(module._parameters, ZeROOrderedDict):
-        module._parameters = ZeROOrderedDict(module, module._parameters)
+        set_on(module, "_parameters", ZeROOrderedDict(module, module._parameters))
+
+
+def set_on(module: torch.nn.Module, name: str, value: Any) -> None:
+    """Set an attribute of ``module`` itself: what torch.compile wraps a module in hands attributes to the module
+    inside, which would lose its own."""
+    object.__setattr__(module, name, value)
 
 
 def _others_save_tensors() -> bool:
@@ -92,17 +100,6 @@ def _others_save_tensors() -> bool:
         return False
     hooks = autograd.top_saved_tensors_hooks()
     return hooks is not None and hooks[0] is not pack_weight
-
-
-def _alias(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Another Parameter over the whole value that is there now.
-
-    Where others keep a saved tensor that needs no gradient, they may keep the object itself, and the parameter's own is
-    empty once the module has run. What the alias points to lives as long as the graph does.
-    """
-    alias = torch.nn.Parameter(parameter.data, requires_grad=False)
-    alias.__dict__.update(parameter.__dict__)
-    return alias
 
 
 def _user_of(shard: ShardedParameter) -> "ModuleUnit":
@@ -169,7 +166,10 @@ class ModuleUnit:
 
     def resident(self) -> bool:
         """Whether all parameters stay whole anyway."""
-        return all(shard.persistent and shard.full is not None for shard in self.shards)
+        for shard in self.shards:
+            if not shard.persistent or shard.full is None:
+                return False
+        return True
 
     # ------------------------------------------------------------------ forward
 
@@ -305,7 +305,7 @@ def _idle_unit() -> ModuleUnit:
 def name_external(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
     """Note that ``module`` uses ``parameter`` of another module."""
     if EXTERNAL not in module.__dict__:
-        setattr(module, EXTERNAL, {})
+        set_on(module, EXTERNAL, {})
     getattr(module, EXTERNAL)[id(parameter)] = parameter
 
 
@@ -349,7 +349,7 @@ class _GradientGuard:
         shard = self._shard
         if shard.full is None:
             shard.coordinator.end_stand_in(shard)
-        elif shard.saved == 0 and shard.coordinator is not None:
+        elif not shard.persistent and shard.saved == 0 and shard.coordinator is not None:
             shard.coordinator.release_if_free(shard)
 
 
@@ -415,6 +415,7 @@ class DeepSpeedZeRoOffload:
             param_persistence_threshold, model_persistence_threshold
         )
         self.forward_hooks: list[Any] = []
+        self._inside_checks: list[Any] = []
         self.backward_hooks: list[Any] = []
         self._guards: list[_GradientGuard] = []
         self._guarded: set[ShardedParameter] = set()
@@ -458,8 +459,8 @@ class DeepSpeedZeRoOffload:
                 self._guarded.add(shard)
         for module in self.module.modules():
             ensure_zero_ordered_dict(module)
-            module.ds_external_parameters = functools.partial(external_parameters, module)
-            module.all_parameters = functools.partial(own_and_external_parameters, module)
+            set_on(module, "ds_external_parameters", functools.partial(external_parameters, module))
+            set_on(module, "all_parameters", functools.partial(own_and_external_parameters, module))
         self._register_deepspeed_module(self.module)
 
     def _register_deepspeed_module(self, module: torch.nn.Module, count: Any = None) -> None:
@@ -479,16 +480,32 @@ class DeepSpeedZeRoOffload:
             for below in module.modules():
                 if below is not module and below._parameters:
                     check = _InsideWhole(module._ds_unit, below)
-                    self.forward_hooks.append(below.register_forward_pre_hook(check))
+                    self._inside_checks.append(below.register_forward_pre_hook(check))
+
+    def let_units_be_compiled(self) -> int:
+        """No hooks inside of modules that are gathered as a whole: each can be one graph. Calling a module below such a
+        one alone, on partitioned weights, is then an error of the operator that meets them.
+
+        Returns:
+            how many modules are gathered as a whole.
+        """
+        for handle in self._inside_checks:
+            handle.remove()
+        self._inside_checks = []
+        whole = [module for module in self.module.modules() if self._knows(module) and module.__dict__[UNIT].whole]
+        for module in whole:
+            for part in module.modules():
+                set_on(part, "_parameters", dict(part._parameters.items()))
+        return len(whole)
 
     def _knows(self, module: torch.nn.Module) -> bool:
         unit = module.__dict__.get(UNIT)
         return unit is not None and unit.offload is self
 
     def _put_hooks(self, module: torch.nn.Module, whole: bool) -> None:
-        module.ds_id = next(_module_ids)
+        set_on(module, "ds_id", next(_module_ids))
         unit = ModuleUnit(self, module, whole)
-        module._ds_unit = unit
+        set_on(module, UNIT, unit)
         if unit.shards or module is self.module or runs_own_code(module):
             self.forward_hooks += [
                 module.register_forward_pre_hook(unit.before_forward, with_kwargs=unit.holds_in_backward),
@@ -527,8 +544,8 @@ class DeepSpeedZeRoOffload:
                 f"the weights were updated inside GatheredParameters, which holds {held[:4]}; leave the context first"
             )
         stale = []
+        all_written(shards)
         for shard in shards:
-            shard.written()
             if shard.full is not None and not shard.aliased:
                 shard.hide()
                 if shard.persistent:
@@ -567,16 +584,17 @@ class DeepSpeedZeRoOffload:
         self.remove_hooks()
 
     def remove_hooks(self) -> None:
-        for handle in itertools.chain(self.forward_hooks, *(guard.handles for guard in self._guards)):
+        hooks = (self.forward_hooks, self._inside_checks)
+        for handle in itertools.chain(*hooks, *(guard.handles for guard in self._guards)):
             handle.remove()
-        self.forward_hooks, self._guards = [], []
+        self.forward_hooks, self._inside_checks, self._guards = [], [], []
         self._guarded.clear()
         for shard in self.shards:
             if shard.coordinator is self.coordinator:
                 shard.coordinator = None
         for module in self.module.modules():
             if isinstance(module._parameters, ZeROOrderedDict) and (UNIT not in module.__dict__ or self._knows(module)):
-                module._parameters = dict(module._parameters.items())
+                set_on(module, "_parameters", dict(module._parameters.items()))
             if self._knows(module):
                 module._ds_unit.offload = None
 

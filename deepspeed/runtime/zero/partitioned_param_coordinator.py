@@ -14,9 +14,9 @@ import torch
 
 from deepspeed.runtime.gradients import autograd_internals as autograd
 from deepspeed.runtime.gradients.backward_scope import BackwardScope, watch_end
+from deepspeed.runtime.zero.saved_weights import SavedWeight
 from deepspeed.runtime.zero.sharded_parameter import (
     NOT_AVAILABLE,
-    SavedWeight,
     SecondaryShard,
     ShardedParameter,
     start_gathers,

@@ -298,8 +298,7 @@ class ShardedParameter:
 
     def written(self) -> None:
         """The values have changed: graphs that saved them must not be used any more, copies are stale."""
-        self.version += 1
-        torch.autograd.graph.increment_version(self.parameter)
+        all_written([self])
 
     # ------------------------------------------------------------------ whole values
 
@@ -387,6 +386,13 @@ def describe_shard(shard: torch.Tensor, numel: int) -> torch.Tensor:
     shard.status = PartitionedParamStatus.AVAILABLE
     shard.final_location = None
     return shard
+
+
+def all_written(shards: "Sequence[ShardedParameter]") -> None:
+    """The values of all of ``shards`` have changed, see ``ShardedParameter.written``."""
+    for shard in shards:
+        shard.version += 1
+    autograd.increment_versions([shard.parameter for shard in shards])
 
 
 def rest_shards(shards: Iterable[ShardedParameter], host: HostMemory | None) -> None:
@@ -561,104 +567,3 @@ def gather_now(shards: Iterable[ShardedParameter]) -> None:
     for shard in shards:
         if shard.gather is not None:
             shard.gather.wait()
-
-
-# ------------------------------------------------------------------------------------------ saved for backward
-
-
-class SavedWeight:
-    """What a graph keeps instead of (a view of) a gathered weight: where in it the view lies.
-
-    ``ShardedParameter.saved`` counts those that backward has not come by. What is gathered follows from that count, so
-    it must be the same on all ranks: that a graph was thrown away is not noticed, since when Python collects it differs
-    from rank to rank. The count starts anew with each window.
-    """
-
-    __slots__ = ("shard", "size", "stride", "offset", "version", "window", "waiting")
-
-    def __init__(self, shard: ShardedParameter, view: torch.Tensor) -> None:
-        self.shard = shard
-        self.size = view.size()
-        self.stride = view.stride()
-        self.offset = view.storage_offset() - shard.full.storage_offset()
-        self.version = (shard.version, shard.dropped)
-        self.window = shard.window
-        self.waiting = True
-        shard.saved += 1
-
-    def used(self) -> None:
-        """Backward has come by."""
-        if self.waiting and self.window == self.shard.window:
-            self.shard.saved -= 1
-        self.waiting = False
-
-    def view(self) -> torch.Tensor:
-        """The view, on the whole value that is there now.
-
-        Raises:
-            RuntimeError: the values are not those of the forward any more.
-        """
-        shard = self.shard
-        if self.version != (shard.version, shard.dropped):
-            raise RuntimeError(
-                f"parameter {shard.name} was modified (by a step, by loading weights, or by leaving a"
-                " GatheredParameters in which it was changed) between the forward and the backward of a graph that"
-                " needs its former values. Run the forward again"
-            )
-        full = shard.full
-        return full.as_strided(self.size, self.stride, full.storage_offset() + self.offset)
-
-
-class SavedTensor:
-    """Any other tensor that a graph keeps. torch leaves it to hooks to notice that it was modified since."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.version = autograd.version_of(tensor)
-
-    def checked(self) -> torch.Tensor:
-        """The tensor.
-
-        Raises:
-            RuntimeError: it was modified in place since the forward.
-        """
-        now = autograd.version_of(self.tensor)
-        if now != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a"
-                f" tensor of shape {tuple(self.tensor.shape)} and {self.tensor.dtype} that forward saved at version"
-                f" {self.version} is at version {now} in backward. If it is a weight, it was written (by a step or by"
-                " loading weights) between forward and backward: run the forward again"
-            )
-        return self.tensor
-
-
-def unpack_weight(packed: SavedWeight | SavedTensor) -> torch.Tensor:
-    """For ``saved_tensors_hooks``: the view that ``pack_weight`` was given, on whole values that are there now."""
-    if type(packed) is SavedTensor:
-        return packed.checked()
-    coordinator = packed.shard.coordinator
-    if coordinator is not None:
-        return coordinator.use_saved(packed)
-    gather_now([packed.shard])
-    return packed.view()
-
-
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-
-
-def pack_weight(tensor: torch.Tensor) -> SavedWeight | SavedTensor:
-    """For ``saved_tensors_hooks``: keep the place of a gathered weight, not its memory."""
-    shard = _gathered_at(tensor) if type(tensor) in _PLAIN_TYPES and autograd.has_memory(tensor) else None
-    return SavedTensor(tensor) if shard is None else SavedWeight(shard, tensor)
-
-
-def _gathered_at(tensor: torch.Tensor) -> ShardedParameter | None:
-    """The parameter that ``tensor`` is (a view of), where a graph need not keep its memory."""
-    shard = GATHERED.get(tensor.data_ptr()) or GATHERED.get(tensor.untyped_storage().data_ptr())
-    if shard is None or shard.persistent or tensor.dtype is not shard.dtype or tensor.numel() == 0:
-        return None
-    inside = 0 <= tensor.storage_offset() - shard.full.storage_offset() < shard.numel
-    return shard if inside else None

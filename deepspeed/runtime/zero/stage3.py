@@ -18,6 +18,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.gradients.layout import PerParameter, make_flat_groups
 from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
+from deepspeed.runtime.weight_watch import take_over
 from deepspeed.runtime.zero.flat_weights import ShardWeights, WeightStaging
 from deepspeed.runtime.zero.memory_estimators import (
     estimate_zero3_model_states_mem_needs,
@@ -217,11 +218,8 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
         keeps what it has beyond the precision of the shard."""
         shard = shard_of(link.record.parameter)
         numel = link.end - link.begin
-        now, before = shard.shard[:numel], former[:numel]
         with self.resident(link):
-            master = self.own_master(link)
-            changed = (now != before).to(master.device)
-            master.copy_(torch.where(changed, now.to(master), master))
+            take_over(self.own_master(link), shard.shard[:numel], former[:numel])
 
     def let_go_of_whole_weights(self) -> None:
         self.parameter_offload.partition_all_parameters()

@@ -14,8 +14,10 @@ from deepspeed.runtime.base_optimizer import make_records
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 from deepspeed.runtime.gradients import collectives
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
+from deepspeed.runtime.gradients.autograd_internals import increment_versions
 from deepspeed.runtime.gradients.layout import FlatPartition, make_flat_groups, round_robin
 from deepspeed.runtime.gradients.reducer import GradientReducer, ReductionSettings
+from deepspeed.runtime.weight_watch import WeightWatch
 from deepspeed.runtime.zero.flat_weights import FlatWeights, WeightStaging
 from deepspeed.runtime.zero.memory_estimators import (  # noqa: F401 - looked for here by users
     estimate_zero2_model_states_mem_needs,
@@ -163,6 +165,7 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
                 staging=WeightStaging(reducer.settings.host_memory, reducer.order),
             )
         )
+        self._watch = WeightWatch(reducer.ledger.records)
 
     def _gather_weights(self, index: int) -> None:
         flat = self.weights.flats[index]
@@ -179,5 +182,15 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
         return super()._movable_weights() + [movable_data(parameter) for parameter in frozen]
 
     def _weights_written(self) -> None:
-        for record in self.reducer.ledger.records:
-            torch.autograd.graph.increment_version(record.parameter)  # graphs that saved the old values are stale
+        # graphs that saved the old values are stale
+        increment_versions([record.parameter for record in self.reducer.ledger.records])
+        self._watch.settle()
+
+    def _take_over_written(self) -> None:
+        written = self._watch.written()
+        if written:
+            self.weights.take_over(set(written))
+
+    def refresh_fp32_params(self) -> None:
+        super().refresh_fp32_params()
+        self._watch.settle()

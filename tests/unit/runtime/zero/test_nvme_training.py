@@ -168,6 +168,8 @@ class TestNvme(DistributedTest):
                     value = torch.arange(float(parameter.ds_numel)).view(parameter.ds_shape)
                     safe_set_full_fp32_param(parameter, value / 50)
                     safe_set_full_optimizer_state(parameter, value / 100, "exp_avg_sq")
+                    same(states_of(engine)[f"{name}.exp_avg_sq"], value / 100)
+                    same(states_of(engine)[f"{name}.master"], value / 50)
         same(states_of(on_nvme), states_of(in_memory))
         same(train(on_nvme, range(1, 3)), train(in_memory, range(1, 3)))
         in_memory.destroy()

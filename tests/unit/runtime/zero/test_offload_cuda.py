@@ -121,7 +121,7 @@ class TestMemory(DistributedTest):
 
     @pytest.mark.parametrize("stage", [1, 2, 3])
     def test_device_and_host(self, stage: int) -> None:
-        """Device: weights, less than two buckets (communication and ``.grad``), 16 MiB for the way to the host.
+        """Device: weights and at most two buckets (communication, ``.grad``, the way to the host), and activations.
         Host: 16 bytes per parameter, and two buffers for weights."""
         before = allocated_by_libraries()
         numel, bucket = LAYERS * WIDTH * WIDTH, 2 * BUCKET
@@ -135,7 +135,7 @@ class TestMemory(DistributedTest):
             f"stage {stage}: peak {peak / 2**20:.1f} MiB, weights {2 * numel / 2**20:.1f}, bucket {bucket / 2**20:.1f}"
         )
         print(found)
-        assert peak <= 2 * numel + 2 * bucket + 4 * host_landing.STAGE + 2**22
+        assert peak <= 2 * numel + 2 * bucket + 2**21
         assert found.on_host == 16 * numel + 4 * len(engine.optimizer.reducer.layout.groups)  # and counts of steps
         assert engine.optimizer.weights.staging.nbytes == 2 * 2 * 4 * WIDTH * WIDTH
         assert all(shard.is_pinned() for shard in engine.optimizer.reducer.shards)
@@ -148,7 +148,7 @@ class TestMemory(DistributedTest):
         train(engine, 2)
         peak, numel = torch.cuda.max_memory_allocated() - before, LAYERS * WIDTH * WIDTH
         print(f"weights on the host: peak {peak / 2**20:.1f} MiB of {2 * numel / 2**20:.1f}")
-        assert peak <= 2 * 4 * WIDTH * WIDTH + 2 * 2 * BUCKET + 4 * host_landing.STAGE + 2**26
+        assert peak <= 2 * 4 * WIDTH * WIDTH + 2 * 2 * BUCKET + 2**26
         assert all(p.ds_tensor.is_pinned() for p in engine.module.parameters())
 
     def test_moving_states(self) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,18 @@ from deepspeed.utils import (
     safe_set_local_grad,
 )
 from unit.common import DistributedTest
-from unit.graphs import full_gradients, make_model, mse, my_batch, run_micro_step, two_backwards, weights_of
+from unit.graphs import (
+    assert_gradients,
+    expected_gradients,
+    full_gradients,
+    make_batch,
+    make_model,
+    mse,
+    my_batch,
+    run_micro_step,
+    two_backwards,
+    weights_of,
+)
 
 stages = pytest.mark.parametrize("stage", [1, 2, 3], ids=lambda stage: f"stage{stage}")
 Make = Callable[[list[Any]], torch.optim.Optimizer]
@@ -156,10 +168,20 @@ class TestGradients(DistributedTest):
         """All and only the gradients since the step before; the caller owns the boundary."""
         engines = [make(stage, offload=offload, managed_gradient_accumulation=False) for offload in (False, True)]
         for window, backwards in enumerate((3, 5, 1)):
+            heads = cycle(number % 2 for number in range(backwards))
+
+            def losses(call: Any, module: nn.Module, batch: Any) -> list[torch.Tensor]:
+                return [mse(call(batch.x, head=next(heads)), batch.target)]  # noqa: B023 - used in this window only
+
+            def batches(rank: int) -> list[Any]:
+                return [make_batch(rank, window, number) for number in range(backwards)]  # noqa: B023 - as above
+
+            expected = {engine: expected_gradients(engine.module, losses, batches, 1) for engine in engines}
             for engine in engines:
                 for number in range(backwards):
                     batch = my_batch(engine, window, number)
                     engine.backward(mse(engine(batch.x, head=number % 2), batch.target))
+                assert_gradients(engine, expected[engine], torch.float32, f"window {window}")
                 engine.step()
             same_weights(*engines)
 

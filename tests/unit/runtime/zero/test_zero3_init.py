@@ -86,11 +86,17 @@ def assert_values(module: nn.Module, expected: nn.Module, dtype: torch.dtype = t
 
 
 def train_step(engine: Any, window: int) -> None:
-    """One step of a ReusableNet, with its gradients checked."""
+    """One step of a ReusableNet; its gradients and what SGD makes of them are checked."""
+    before = weights_of(engine.module)
     expected = expected_gradients(engine.module, encoder_twice, lambda rank: [make_batch(rank, window)], 1)
     run_micro_step(engine, encoder_twice, "engine.backward", my_batch(engine, window))
     assert_gradients(engine, expected, torch.float32, f"window {window}")
     engine.step()
+    (group,) = engine.optimizer.param_groups
+    after = weights_of(engine.module)
+    for name, gradient in expected.items():
+        right = (before[name].double() - group["lr"] * gradient).float()
+        torch.testing.assert_close(after[name], right, rtol=1e-5, atol=1e-6)
 
 
 class TestConstruction(DistributedTest):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.runtime.zero import sharded_parameter
+from deepspeed.runtime.zero.saved_weights import SavedWeight
 from deepspeed.runtime.zero.sharded_parameter import ShardedParameter, shard_of
 from unit.common import DistributedTest
 from unit.graphs import make_engine
@@ -360,7 +361,7 @@ def footprint(engine) -> dict[str, int]:
     )
     return {
         "tensors": sum(1 for thing in things if isinstance(thing, Tensor)),
-        "saved": sum(1 for thing in things if type(thing) is sharded_parameter.SavedWeight),
+        "saved": sum(1 for thing in things if type(thing) is SavedWeight),
         "gathers": sum(1 for thing in things if type(thing) is sharded_parameter.Gather),
         "hooks": hooks,
         "whole": len(sharded_parameter.GATHERED),

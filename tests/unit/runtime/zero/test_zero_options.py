@@ -19,6 +19,8 @@ from unit.graphs import weights_of
 from unit.reference import max_relative_error, reference_gradients
 from unit.runtime import engine_cases as cases
 
+pytestmark = pytest.mark.slow
+
 HUGE = 10**9
 BUCKET_SIZES = (1, 3, cases.LARGEST, cases.TRAINABLE - 1, cases.TRAINABLE, cases.TRAINABLE + 1)
 ZERO_OPTIONS: list[dict[str, Any]] = [

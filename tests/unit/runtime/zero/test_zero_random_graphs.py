@@ -32,6 +32,8 @@ from unit.random_graphs import (
 )
 from unit.random_graphs.searching import Ranks, search, write_script
 
+pytestmark = pytest.mark.slow
+
 CASES = int(os.environ.get("DS_RANDOM_GRAPH_CASES", "200"))
 SEED = int(os.environ.get("DS_RANDOM_GRAPH_SEED", "0"))
 SHARES = {1: 5, 2: 6, 3: 2, 4: 1}  # of world sizes among the cases: large ones take longer
