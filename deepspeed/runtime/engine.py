@@ -22,6 +22,7 @@ from deepspeed.runtime.checkpoint_engine import create_checkpoint_engine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_checks import unsupported_features
 from deepspeed.runtime.engine_checkpoint import EngineCheckpoint
+from deepspeed.runtime.engine_compile import EngineCompile, keep_hooks_out_of_graphs
 from deepspeed.runtime.engine_config import EngineConfigAccessors
 from deepspeed.runtime.engine_monitor import StepEvents
 from deepspeed.runtime.engine_surface import EngineSurface, throughput_timer
@@ -32,13 +33,14 @@ from deepspeed.runtime.model_placement import cast_floating_inputs, partition_mo
 from deepspeed.runtime.python_gc import python_gc_manager
 from deepspeed.runtime.torch_autocast import autocast_dtype_of, autocast_if_enabled, init_autocast_params
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.state_dict_guard import refuse_distributed_checkpoints
 from deepspeed.utils import groups
 from deepspeed.utils.logging import log_dist, set_log_level_from_string
 
 GONE = "destroy() was called on this engine; make another one with deepspeed.initialize"
 
 
-class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, torch.nn.Module):
+class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, EngineCompile, torch.nn.Module):
     """Wraps a model for data-parallel training. Made by ``deepspeed.initialize``.
 
     ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()`` once per micro-batch; the engine knows which
@@ -126,6 +128,9 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, to
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self.basic_optimizer = optimizer_factory.basic_optimizer(optimizer, model_parameters, model, self._config)
         self.optimizer = self._configure_optimizer()
+        if self._config.zero_optimization_stage == 3:
+            keep_hooks_out_of_graphs()
+            refuse_distributed_checkpoints(model)
         managed = set() if self._stepper is None else {r.parameter for r in self._stepper.reducer.ledger.records}
         self._unmanaged_parameters = [p for p in model.parameters() if p not in managed]
         self._start_gradient_check()

@@ -152,10 +152,6 @@ class EngineSurface:
         """dtype of gradient collectives. Set it in the config: the buckets are laid out for it."""
         return self._config.communication_data_type or self.get_data_types()[0]
 
-    @property
-    def is_compiled(self) -> bool:
-        return False
-
     def is_deepcompile_enabled(self) -> bool:
         return False
 
@@ -228,6 +224,12 @@ class EngineSurface:
             self._stepper.refresh_fp32_params()  # also where keys are refused below: what fits is loaded, as in torch
         if custom_load_fn is None and strict and (missing or unexpected):
             raise RuntimeError(f"weights do not fit: missing {missing}, unexpected {unexpected}")
+
+    def empty_partition_cache(self) -> None:
+        """At stage 3 let go of every weight that is whole at the moment; at other stages there is nothing to do."""
+        if self._config.zero_optimization_stage == 3:
+            offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
+            offload.empty_partition_cache()
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -226,6 +226,7 @@ def _replicated(
 ) -> ReplicatedOptimizer:
     settings = ReductionSettings(
         every_backward=False,
+        settles_in_backward=True,
         overlap=bool(config.zero_config.overlap_comm),
         persistent_buffers=config.zero_config.contiguous_gradients,
         comm_dtype=config.communication_data_type,

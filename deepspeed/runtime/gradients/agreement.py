@@ -33,13 +33,20 @@ class Verdict:
     round_wanted: bool  # some rank is about to reduce the contributions of a backward
     leftovers: bool  # some rank has contributions that no round has taken
     loss_scale: float | None = None  # of the contributions of this window, None where no rank has any
+    usable: bool = True  # False: a rank's window is not, and step() will refuse
 
 
 _NO_SCALE = -1  # below the bits of every positive float
 
 
 def agree(
-    channel: Channel, ledger: Ledger, *, wants_round: bool, leftovers: bool, loss_scale: float | None = None
+    channel: Channel,
+    ledger: Ledger,
+    *,
+    wants_round: bool,
+    leftovers: bool,
+    loss_scale: float | None = None,
+    refuses: bool = True,
 ) -> Verdict:
     """Exchange the flags of this rank for those of all ranks.
 
@@ -47,16 +54,18 @@ def agree(
         wants_round: this rank is about to reduce the contributions of a backward.
         leftovers: this rank has contributions that no round has taken.
         loss_scale: of this rank's contributions in this window, None when it has none.
+        refuses: raise where the window is unusable; otherwise nothing is left over in it, and ``step()`` will refuse.
 
     Raises:
         GradientAccountingError: on every rank, when some rank's window is unusable, ranks are in different windows, or
             their contributions have different loss scales; or when ranks ask about different engines.
     """
     if channel.world_size == 1:
-        verdict = Verdict(wants_round, leftovers, loss_scale)
-        if not wants_round and ledger.poison:
+        if wants_round or not ledger.poison:
+            return Verdict(wants_round, leftovers, loss_scale)
+        if refuses:
             _refuse(channel, ledger)
-        return verdict
+        return Verdict(False, False, usable=False)
     bits = _NO_SCALE if loss_scale is None else struct.unpack("<q", struct.pack("<d", loss_scale))[0]
     message = [
         int(wants_round),
@@ -82,7 +91,9 @@ def agree(
         )
     one_scale = largest in (_NO_SCALE, -minus_smallest)
     if not wanted and (poisoned or newest != -minus_oldest or not one_scale):
-        _refuse(channel, ledger, loss_scale)
+        if refuses:
+            _refuse(channel, ledger, loss_scale)
+        return Verdict(False, False, usable=False)
     scale = None if largest == _NO_SCALE else struct.unpack("<d", struct.pack("<q", largest))[0]
     return Verdict(bool(wanted), bool(left), scale)
 

@@ -25,11 +25,14 @@ _foreach_add = getattr(torch, "_foreach_add_", None)
 _saved_hooks_allowed = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", None)
 _has_storage = getattr(torch._C, "_has_storage", None)
 _top_saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_stream_handle = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 try:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as _clear_transforms
 except ImportError:  # another version of torch
     _clear_transforms = None
 _transform_level = getattr(getattr(torch._C, "_functorch", None), "maybe_current_level", None)
+_make_subclass = getattr(torch.Tensor, "_make_subclass", None)
+_function_apply = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
 NO_GRAPH_TASK = -1
 
@@ -120,6 +123,42 @@ def version_of(tensor: torch.Tensor) -> int:
     return getattr(tensor, "_version", 0)
 
 
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """``version_of`` each, for many tensors."""
+    return [getattr(tensor, "_version", 0) for tensor in tensors]
+
+
+def increment_versions(tensors: Sequence[torch.Tensor]) -> None:
+    """Let graphs that saved one of ``tensors`` know that its values have changed. Fallback: one call per tensor, which
+    costs more than the rest of what a step does for it."""
+    if _VERSIONS_AT_ONCE:
+        torch.autograd.graph.increment_version(tensors)
+        return
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _takes_many_tensors(function: Callable[..., None]) -> bool:
+    """Whether ``increment_version`` of this torch takes several tensors at once."""
+    try:
+        function([torch.empty(0)])
+    except (TypeError, AttributeError, RuntimeError):  # RuntimeError: torch 2.4
+        return False
+    return True
+
+
+_VERSIONS_AT_ONCE = _takes_many_tensors(torch.autograd.graph.increment_version)
+
+
+def current_stream_handle(device_index: int) -> int:
+    """The driver's handle of the current CUDA stream, which tells streams of one device apart.
+
+    Fallback: the public way, at a microsecond or two more."""
+    if _stream_handle is None:
+        return torch.cuda.current_stream(device_index).cuda_stream
+    return _stream_handle(device_index)
+
+
 def accumulate_grad_nodes(parameters: Sequence[torch.nn.Parameter]) -> list[Any]:
     """The AccumulateGrad node of each parameter, which must require grad."""
     nodes = []
@@ -174,6 +213,21 @@ def top_saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[
     return _top_saved_hooks(True)
 
 
+def hook_is_called_by_custom_function() -> bool:
+    """Whether a custom function saves the tensor that the hook which calls this was given; otherwise an operator does.
+
+    Fallback: False; custom functions then find their saved weights without the attributes of the parameters.
+    """
+    caller = sys._getframe(1).f_back  # None on a thread of the autograd engine
+    return caller is not None and caller.f_code is _function_apply
+
+
+def as_detached_subclass(kind: type[torch.Tensor], value: torch.Tensor) -> torch.Tensor:
+    """A detached tensor over the memory of ``value``, of a class that dispatches in Python, which torch 2.4 makes in no
+    other way. Fallback: an ordinary tensor."""
+    return value.detach() if _make_subclass is None else _make_subclass(kind, value)
+
+
 @torch.no_grad()
 def copy_each(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """``destination.copy_(source)`` for each pair, in as few launches as torch allows. Casts."""
@@ -206,3 +260,19 @@ def add_number_to_each(tensors: list[torch.Tensor], number: float) -> None:
         return
     for tensor in tensors:
         tensor.add_(number)
+
+
+def keep_out_of_compiled_graphs(packages: Sequence[str]) -> None:
+    """Let torch.compile call functions of these packages and never trace them, if the compiler is loaded at all.
+
+    Fallback: they are traced, which costs compilations and changes no number.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    add = getattr(rules, "add", None)
+    for package in packages:
+        if add is not None and package not in _kept_out:
+            _kept_out.add(package)
+            add(package)
+
+
+_kept_out: set[str] = set()

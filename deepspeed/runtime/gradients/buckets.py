@@ -52,6 +52,11 @@ class BufferPool:
         return list(self._buffers.values())
 
     @property
+    def largest(self) -> int:
+        """Elements of the largest bucket, 0 without one."""
+        return max(self._sizes.values(), default=0)
+
+    @property
     def nbytes(self) -> int:
         """Bytes held now."""
         return sum(buffer.data.nbytes for buffer in self._buffers.values())
@@ -89,6 +94,7 @@ class Bucket:
         self.landed = False  # whether this window's shard holds something for this bucket
         self.local: torch.Tensor | None = None  # contributions parked on this rank
         self.local_in_use = False
+        self._whole = [piece.whole for piece in plan.pieces]
         self._comm_views: tuple[torch.Tensor | None, list[torch.Tensor]] = (None, [])
         self._local_views: list[torch.Tensor] = []
 
@@ -119,7 +125,7 @@ class Bucket:
             assign_scaled(data, self.local, pre_scale)
             self.local_in_use = False
             return data
-        copy_each([views[i] for i in present], gradients)
+        copy_each(views if len(present) == len(views) else [views[i] for i in present], gradients)
         for i in absent:
             views[i].zero_()
         for begin, end in self.plan.gaps:
@@ -146,7 +152,7 @@ class Bucket:
     ) -> tuple[list[int], list[torch.Tensor], list[int]]:
         """Take over the gradient of each piece: positions with one, those gradients, positions without."""
         present, gradients, absent = [], [], []
-        for i, piece in enumerate(self.plan.pieces):
+        for i, (piece, whole) in enumerate(zip(self.plan.pieces, self._whole)):
             record = piece.record
             gradient = record.next_piece(move)
             if gradient is None:
@@ -155,7 +161,7 @@ class Bucket:
             if record.streams:
                 order.wait_for_writers(record.streams, gradient)
             present.append(i)
-            gradients.append(gradient if piece.whole else gradient.reshape(-1)[piece.start : piece.stop])
+            gradients.append(gradient if whole else gradient.reshape(-1)[piece.start : piece.stop])
         return present, gradients, absent
 
     def land(

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed.runtime.gradients.arithmetic import deliver
 
-STAGE = 1 << 22  # elements that pass through the device at a time: 16 MiB of fp32
+STAGE = 1 << 23  # elements that pass through the device at a time, at most: 32 MiB of fp32
 
 
 class HostLanding:
@@ -20,10 +20,12 @@ class HostLanding:
 
     Args:
         device: of the results.
+        numel: elements that pass through the device at a time, at least 1. More is less work for the processor.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, numel: int) -> None:
         self._device = device
+        self._numel = max(1, min(numel, STAGE))
         self._stages: dict[torch.dtype, torch.Tensor] = {}
 
     def _stage(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -34,12 +36,12 @@ class HostLanding:
 
     def deliver(self, target: torch.Tensor, parts: Sequence[torch.Tensor], scale: float, add: bool) -> None:
         """As ``arithmetic.deliver``, for a ``target`` on the host. On CUDA it is done when the current stream is."""
-        for begin in range(0, target.numel(), STAGE):
-            into = target[begin : begin + STAGE]
+        for begin in range(0, target.numel(), self._numel):
+            into = target[begin : begin + self._numel]
             stage = self._stage(into.numel(), target.dtype)
             if add:
                 stage.copy_(into, non_blocking=True)
-            deliver(stage, [part[begin : begin + STAGE] for part in parts], scale, add)
+            deliver(stage, [part[begin : begin + self._numel] for part in parts], scale, add)
             into.copy_(stage, non_blocking=True)
 
     def clear(self) -> None:

@@ -11,6 +11,7 @@ contribution; contributions are counted when they are seen and again when they a
 agree at the end of a window.
 """
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -48,6 +49,8 @@ TRANSITIONS: tuple[tuple[Phase | None, ...], ...] = (
     (Phase.IDLE, Phase.IDLE, Phase.IN_FLIGHT, Phase.IN_FLIGHT),  # DROP
 )
 AFTER_FIRING = TRANSITIONS[Move.FIRE]
+AFTER_SENDING = TRANSITIONS[Move.SEND]
+AFTER_LANDING = TRANSITIONS[Move.LAND]
 
 
 class GradientAccountingError(RuntimeError):
@@ -96,7 +99,7 @@ class ParameterRecord:
         self.parked = False  # whether the local accumulation buffers hold something of this parameter
         self.awaited = 0  # firings still expected before its buckets are worth sending
         self.fired_in_backward = 0
-        self.streams: list[object] = []  # device streams on which contributions were written
+        self.streams: list[int] = []  # handles of device streams on which contributions were written
         self.listener: Callable[[ParameterRecord], None] | None = None
         self.handle: torch.utils.hooks.RemovableHandle | None = None
 
@@ -144,7 +147,10 @@ class ParameterRecord:
         """
         if self.pieces_left == 0:
             if move is Move.SEND:
-                self.move(Move.SEND)
+                after = AFTER_SENDING[self.phase]
+                if after is None:
+                    self.move(Move.SEND)  # raises
+                self.phase = after
                 self.to_land = self.pieces
                 self.parked = False
             elif not self.unmoved:
@@ -166,7 +172,10 @@ class ParameterRecord:
         """One piece came back from its collective."""
         self.to_land -= 1
         if self.to_land == 0:
-            self.move(Move.LAND)
+            after = AFTER_LANDING[self.phase]
+            if after is None:
+                self.move(Move.LAND)  # raises
+            self.phase = after
 
     def drop_gradient(self) -> None:
         """Discard what lies in ``.grad``; it counts as never seen. What was parked by earlier backwards stays."""
@@ -197,6 +206,7 @@ class Ledger:
     generation: int = 0  # windows that were dropped with reduced content in them
     poison: str = ""  # why this window's gradient is unusable, empty when it is fine
     expected_firings: dict[int, list[int]] = field(default_factory=dict)  # by ordinal of the backward, then by record
+    lessons: int = 0  # how often something new was learnt
 
     @property
     def empty(self) -> bool:
@@ -214,19 +224,20 @@ class Ledger:
         alternate do not make their bucket leave too early each time.
         """
         last = self.expected_firings.get(self.backwards)
-        if last is None:
-            self.expected_firings[self.backwards] = [record.fired_in_backward for record in self.records]
+        now = [record.fired_in_backward for record in self.records]
+        if now == last:
             return
-        for record in self.records:
-            fired = record.fired_in_backward
-            last[record.index] = fired or min(last[record.index], 1)
+        if last is not None:
+            now = [fired or min(before, 1) for fired, before in zip(now, last)]
+        self.expected_firings[self.backwards] = now
+        self.lessons += 1
 
     def expect(self) -> None:
         """Set how many firings each parameter is waited for in the backward that begins; one where nothing is known."""
         expected = self.expected_firings.get(self.backwards)
-        for record in self.records:
+        for record, firings in zip(self.records, itertools.repeat(1) if expected is None else expected):
             record.fired_in_backward = 0
-            record.awaited = 1 if expected is None else expected[record.index]
+            record.awaited = firings
 
     def strays(self) -> list[ParameterRecord]:
         """Records whose ``.grad`` was set by hand: no hook saw it, so it must neither be used nor be lost in

@@ -47,6 +47,8 @@ class ReductionSettings:
         predivide: share of that division done before the collective.
         prescale: do all of it before.
         gathers_in_backward: a backward gathers weights among the same ranks (stage 3).
+        settles_in_backward: a backward that reduced leaves nothing behind, on any rank, because its result is shown
+            (stage 0); otherwise what came late may wait for ``step()``.
         host_memory: of shards that rest on the host.
     """
 
@@ -59,6 +61,7 @@ class ReductionSettings:
     predivide: float = 1.0
     prescale: bool = False
     gathers_in_backward: bool = False
+    settles_in_backward: bool = False
     host_memory: HostMemory = HostMemory()
 
 
@@ -105,9 +108,10 @@ class GradientReducer:
         self.order.watch("gradient reduction")
         self._lane = watchdog.lane(group, f"gradients of engine {ledger.serial}")
         self.rests_on_host = any(group.on_host for group in layout.groups)
-        self.landing = HostLanding(self.device)
         self.pool = BufferPool()
         self.buckets = self._make_buckets()
+        # With half a bucket there (in fp32), the communication buffers and .grad are still below two whole ones.
+        self.landing = HostLanding(self.device, self.pool.largest // 2)
         self._buckets_of: list[list[Bucket]] = [[] for _ in ledger.records]
         for bucket in self.buckets:
             for piece in bucket.plan.pieces:
@@ -118,12 +122,14 @@ class GradientReducer:
         self.current_loss_scale: Callable[[], float] = lambda: 1.0
         self.collectives_issued = 0
         self.bytes_communicated = 0
+        self._awaited: dict[int, tuple[int, list[int]]] = {}  # by ordinal of the backward: lessons, pieces per bucket
         self._issued_at_begin = 0  # collectives, when the present backward began
         self._next = 0  # buckets sent in the open round
         self._round_open = False
         self._eager = False  # whether buckets may leave before the sweep
         self._factor = 1.0
         self._transport_failed = False
+        self.usable = True  # as far as was asked in the last backward
         self._in_flight: list[InFlight] = []
 
     def _make_buckets(self) -> list[Bucket]:
@@ -170,6 +176,7 @@ class GradientReducer:
         """
         self.ledger.refuse_strays(fired)
         self._issued_at_begin = self.collectives_issued
+        self.usable = True
         if self._idle():
             self.window_loss_scale = scope.loss_scale
         accumulation = 1.0 if scope.scale_by_accumulation else float(self.schedule.steps)
@@ -177,8 +184,17 @@ class GradientReducer:
         self._eager = self.reduces_now() and not scope.within_another_engine
         self.ledger.expect()
         if self._eager:
-            for bucket in self.buckets:
-                bucket.waiting = sum(1 for piece in bucket.plan.pieces if piece.record.awaited) + bucket.held_back
+            for bucket, waiting in zip(self.buckets, self._pieces_awaited()):
+                bucket.waiting = waiting + bucket.held_back
+
+    def _pieces_awaited(self) -> list[int]:
+        """For each bucket, of how many of its pieces a firing is awaited in the backward that begins. Counted anew when
+        the hints have changed."""
+        lessons, counts = self._awaited.get(self.ledger.backwards, (-1, []))
+        if lessons != self.ledger.lessons:
+            counts = [sum(1 for piece in bucket.plan.pieces if piece.record.awaited) for bucket in self.buckets]
+            self._awaited[self.ledger.backwards] = self.ledger.lessons, counts
+        return counts
 
     def reduces_now(self) -> bool:
         """Whether a backward of the present micro-step reduces."""
@@ -214,7 +230,10 @@ class GradientReducer:
 
     def _may_send(self, scope: BackwardScope) -> bool:
         """Whether a bucket may leave before the sweep. Where the host waits for collectives and backward gathers
-        weights, only if that waits for nobody: another rank may wait for a gather that comes later on this one."""
+        weights, only if that waits for nobody: another rank may wait for a gather that comes later on this one. And
+        where nothing may be left behind, only in a backward of all ranks, which can settle at its end."""
+        if self.settings.settles_in_backward and not scope.announced:
+            return False
         if self.order.asynchronous or not self.settings.gathers_in_backward:
             return True
         if not (scope.announced and self.settings.overlap):
@@ -229,11 +248,14 @@ class GradientReducer:
         self._park()
         if self._eager:
             self.ledger.learn()
+            if self.settings.settles_in_backward and scope.announced:
+                self.usable = self.settle(refuses=False)
         self.ledger.backwards += 1
         self._eager = False
 
-    def abort_backward(self, reason: str) -> None:
-        """An exception ended the backward: drop its contributions, or make the window unusable if some were reduced."""
+    def abort_backward(self, reason: str, announced: bool = False) -> None:
+        """An exception ended the backward: drop its contributions, or make the window unusable if some were reduced.
+        ``announced``: every rank runs this backward."""
         # a round may also have been asked for by an accessor in the middle of it
         sent, total = self.collectives_issued - self._issued_at_begin, len(self.buckets)
         round_was_open = self._round_open
@@ -248,6 +270,8 @@ class GradientReducer:
                 f"a backward was aborted ({reason}) after {sent} of {total} gradient buckets had been reduced"
             )
         self._eager = False
+        if round_was_open and announced and self.settings.settles_in_backward and not self._transport_failed:
+            self.usable = self.settle(refuses=False)  # as the other ranks do at the end of theirs
 
     # ------------------------------------------------------------------ rounds
 
@@ -378,11 +402,14 @@ class GradientReducer:
         """Whether this rank has contributed nothing to the present window."""
         return self.ledger.empty and not self.ledger.waiting()
 
-    def settle(self) -> None:
+    def settle(self, refuses: bool = True) -> bool:
         """Reduce until no rank has anything pending. Collective.
 
+        Returns:
+            whether the window is usable.
+
         Raises:
-            GradientAccountingError: on all ranks, when the window is unusable.
+            GradientAccountingError: on all ranks, when the window is unusable and it is to be refused now.
         """
         strays = self.ledger.strays()
         if strays and not self.ledger.poison:
@@ -391,7 +418,12 @@ class GradientReducer:
             leftovers = bool(self.ledger.waiting())
             scale = None if self._idle() else self.window_loss_scale
             verdict = agreement.agree(
-                self.channel, self.ledger, wants_round=False, leftovers=leftovers, loss_scale=scale
+                self.channel,
+                self.ledger,
+                wants_round=False,
+                leftovers=leftovers,
+                loss_scale=scale,
+                refuses=refuses,
             )
             if not verdict.round_wanted and not verdict.leftovers:
                 break
@@ -400,6 +432,7 @@ class GradientReducer:
                 break
         self.order.join()
         self.await_host_shards()
+        return verdict.usable
 
     def await_host_shards(self) -> None:
         """What was copied to shards on the host has arrived. The host waits, if there are any."""

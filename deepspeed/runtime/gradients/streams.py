@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from deepspeed.comm import watchdog
+from deepspeed.runtime.gradients.autograd_internals import current_stream_handle
 
 
 class HostOrder:
@@ -17,10 +18,10 @@ class HostOrder:
 
     asynchronous = False
 
-    def note_writer(self, streams: list[object]) -> None:
-        """Remember the stream on which a gradient was written."""
+    def note_writer(self, streams: list[int]) -> None:
+        """Remember the stream on which a gradient was written: in ``streams``, by its handle."""
 
-    def wait_for_writers(self, streams: list[object], gradient: torch.Tensor) -> None:
+    def wait_for_writers(self, streams: list[int], gradient: torch.Tensor) -> None:
         """Let the current stream wait for everything that wrote ``gradient``."""
 
     def side(self) -> AbstractContextManager:
@@ -58,18 +59,29 @@ class SideStream(HostOrder):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
+        self._index = self.stream.device_index
+        self._by_handle: dict[int, torch.cuda.Stream] = {}  # those that gradients were written or taken on
 
-    def note_writer(self, streams: list[object]) -> None:
-        current = torch.cuda.current_stream(self.device)
+    def _current(self) -> int:
+        """Handle of the current stream. Asked for twice per parameter and backward, where making the stream's Python
+        object would cost more than all else that is done there."""
+        handle = current_stream_handle(self._index)
+        if handle not in self._by_handle:
+            self._by_handle[handle] = torch.cuda.current_stream(self.device)
+        return handle
+
+    def note_writer(self, streams: list[int]) -> None:
+        current = self._current()
         if current not in streams:
             streams.append(current)
 
-    def wait_for_writers(self, streams: list[object], gradient: torch.Tensor) -> None:
-        current = torch.cuda.current_stream(self.device)
+    def wait_for_writers(self, streams: list[int], gradient: torch.Tensor) -> None:
+        current = self._current()
         for writer in streams:
             if writer != current:
-                current.wait_stream(writer)
-                gradient.record_stream(current)
+                taker = self._by_handle[current]
+                taker.wait_stream(self._by_handle[writer])
+                gradient.record_stream(taker)
         streams.clear()
 
     def side(self) -> AbstractContextManager:
