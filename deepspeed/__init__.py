@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deepspeed import comm
+from deepspeed import comm, unbuilt
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import init_distributed
 from deepspeed.git_version_info import version as __version__
@@ -18,31 +18,13 @@ from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import init_patching
+from deepspeed.unbuilt import UnbuiltFeatureError as UnbuiltFeatureError
 from deepspeed.utils.init_on_device import OnDevice
 from deepspeed.utils.logging import log_dist, logger
 
 dist: Any = None  # deepspeed.comm once initialize() has run
 
-_unbuilt = {
-    "PipelineModule": "pipeline parallelism",
-    "PipelineEngine": "pipeline parallelism",
-    "DualPipeVEngine": "pipeline parallelism",
-    "DualPipeVModule": "pipeline parallelism",
-    "DeepSpeedHybridEngine": "the hybrid engine",
-    "InferenceEngine": "inference",
-    "DeepSpeedInferenceConfig": "inference",
-    "init_inference": "inference",
-    "default_inference_config": "inference",
-    "tp_model_init": "tensor parallelism",
-    "set_autotp_mode": "tensor parallelism",
-    "DeepSpeedTransformerLayer": "transformer kernels",
-    "DeepSpeedTransformerConfig": "transformer kernels",
-    "replace_transformer_layer": "transformer kernels",
-}
-
-
-class UnbuiltFeatureError(NotImplementedError, AttributeError):
-    """A public name of the interface whose feature does not exist yet; ``hasattr`` sees it as absent."""
+unbuilt.name_features_of_missing_modules()
 
 
 def initialize(
@@ -146,9 +128,7 @@ def set_optimizer_flags(config_class: DeepSpeedConfig, model: torch.nn.Module) -
 
 
 def __getattr__(name: str) -> Any:
-    if name in _unbuilt:
-        raise UnbuiltFeatureError(f"deepspeed.{name}: {_unbuilt[name]} is not built yet")
-    raise AttributeError(f"module 'deepspeed' has no attribute {name!r}")
+    unbuilt.refuse(__name__, name)
 
 
 __all__ = [

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public helpers: accessors to gradients, master weights and optimizer state; logging; process groups."""
 
+import importlib
+from typing import Any
+
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.utils.comms_logging import get_caller_func
 from deepspeed.utils.exceptions import DeprecatedException
@@ -70,3 +73,39 @@ __all__ = [
     "z3_leaf_module",
     "z3_leaf_parameter",
 ]
+
+# Shown here by name and loaded on first use: their modules use this one.
+_LATER = {
+    "OnDevice": "deepspeed.utils.init_on_device",
+    "bwc_tensor_model_parallel_world_size": "deepspeed.utils.bwc",
+    "bwc_pipeline_parallel_world_size": "deepspeed.utils.bwc",
+    "get_accelerator": "deepspeed.accelerator",
+    "get_numactl_cmd": "deepspeed.utils.numa",
+    "get_full_hp_grad": "deepspeed.utils.tensor_fragment",
+    "get_full_hp_param": "deepspeed.utils.tensor_fragment",
+    "set_full_hp_grad": "deepspeed.utils.tensor_fragment",
+    "set_full_hp_param": "deepspeed.utils.tensor_fragment",
+} | dict.fromkeys(
+    (
+        "initialize",
+        "get_tensor_model_parallel_group",
+        "get_model_parallel_group",
+        "get_data_parallel_group",
+        "set_tensor_model_parallel_world_size",
+        "get_tensor_model_parallel_world_size",
+        "get_model_parallel_world_size",
+        "set_tensor_model_parallel_rank",
+        "get_tensor_model_parallel_rank",
+        "get_model_parallel_rank",
+        "get_tensor_model_parallel_src_rank",
+        "get_data_parallel_world_size",
+        "get_data_parallel_rank",
+    ),
+    "deepspeed.utils.groups",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)

@@ -24,6 +24,7 @@ class DeepSpeedCPUAdagrad(CPUOptimizer):
         weight_decay: decay of the weights, added to the gradient.
         amsgrad: there is no such thing for Adagrad; must be False.
         fp32_optimizer_states: the sum is fp32 also for 16-bit parameters; False: of the parameter's dtype.
+        adamw_mode: has no meaning here; accelerate hands it to every optimizer of host memory.
 
     Raises:
         ValueError: a number is out of range, or ``amsgrad`` is asked for.
@@ -39,6 +40,7 @@ class DeepSpeedCPUAdagrad(CPUOptimizer):
         weight_decay: float = 0,
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
+        adamw_mode: bool | None = None,
     ) -> None:
         check_numbers("DeepSpeedCPUAdagrad", lr=lr, eps=eps, weight_decay=weight_decay)
         if amsgrad:

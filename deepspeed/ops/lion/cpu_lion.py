@@ -19,6 +19,7 @@ class DeepSpeedCPULion(CPUOptimizer):
         betas: weight of the momentum in the direction, and decay of the momentum; each in [0, 1).
         weight_decay: decay of the weights.
         fp32_optimizer_states: the momentum is fp32 also for 16-bit parameters; False: of the parameter's dtype.
+        adamw_mode: has no meaning here; accelerate hands it to every optimizer of host memory.
 
     Raises:
         ValueError: a number is out of range.
@@ -33,6 +34,7 @@ class DeepSpeedCPULion(CPUOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0,
         fp32_optimizer_states: bool = True,
+        adamw_mode: bool | None = None,
     ) -> None:
         check_numbers("DeepSpeedCPULion", lr=lr, weight_decay=weight_decay)
         check_betas("DeepSpeedCPULion", betas)
