@@ -6,6 +6,8 @@ gradient norm clipped at ``CLIP``.
 """
 
 import importlib
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 CLIP = 1.0
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 NAMES = ("ddp", "ddp-flat", "fsdp2", "fsdp2-keep", "zero0", "zero1", "zero2", "zero3")
+PEER = "peer-"  # in front of a stage: another installed package of the same name
+PEER_NAMES = tuple(f"{PEER}zero{stage}" for stage in range(4))
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,15 @@ class Options:
 
 
 class Contender(Protocol):
-    """One training step in three parts."""
+    """One training step in three parts.
+
+    ``trained()`` are the parameters whose hooks are timed. ``without_sync()``, where there is one, is a context in
+    which a step communicates no gradient.
+    """
+
+    def trained(self) -> Iterable[Tensor]: ...
+
+    def without_sync(self) -> AbstractContextManager[None] | None: ...
 
     def forward(self, batch: Tensor) -> Tensor: ...
 
@@ -75,6 +87,12 @@ class DDP:
             for master in self.masters:
                 master.grad = torch.zeros_like(master)
         self.optimizer = adamw(self.masters, options)
+
+    def trained(self) -> Iterable[Tensor]:
+        return self.weights
+
+    def without_sync(self) -> AbstractContextManager[None] | None:
+        return self.model.no_sync()
 
     def forward(self, batch: Tensor) -> Tensor:
         return self.model(batch)
@@ -142,6 +160,12 @@ class FSDP2:
         self.parameters = list(self.model.parameters())
         self.optimizer = adamw(self.parameters, options)
 
+    def trained(self) -> Iterable[Tensor]:
+        return self.parameters
+
+    def without_sync(self) -> AbstractContextManager[None] | None:
+        return None
+
     def forward(self, batch: Tensor) -> Tensor:
         return self.model(batch)
 
@@ -155,9 +179,14 @@ class FSDP2:
 
 
 class Zero:
-    """This package at one ZeRO stage, as a user calls it."""
+    """A package ``deepspeed`` at one ZeRO stage, as a user calls it.
 
-    def __init__(self, model: nn.Module, options: Options, stage: int) -> None:
+    Args:
+        own_adamw: step with the package's own AdamW; False: with torch's, which needs no compiler. For a peer, whose
+            kernels may not be there.
+    """
+
+    def __init__(self, model: nn.Module, options: Options, stage: int, own_adamw: bool = True) -> None:
         import deepspeed
 
         zero: dict[str, Any] = {"stage": stage}
@@ -168,11 +197,21 @@ class Zero:
             "gradient_accumulation_steps": 1,
             "gradient_clipping": CLIP,
             "steps_per_print": 10**9,
-            "optimizer": {"type": "AdamW", "params": {"lr": options.lr, **ADAMW}},
             "bf16": {"enabled": options.dtype == torch.bfloat16},
             "zero_optimization": zero | options.zero,
         }
-        self.engine, *_ = deepspeed.initialize(model=model, config=config)
+        optimizer = None
+        if own_adamw:
+            config["optimizer"] = {"type": "AdamW", "params": {"lr": options.lr, **ADAMW}}
+        else:
+            optimizer = adamw(list(model.parameters()), options)
+        self.engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+
+    def trained(self) -> Iterable[Tensor]:
+        return self.engine.module.parameters()
+
+    def without_sync(self) -> AbstractContextManager[None] | None:
+        return None
 
     def forward(self, batch: Tensor) -> Tensor:
         return self.engine(batch)
@@ -190,7 +229,7 @@ def warm_process(name: str, device: torch.device) -> None:
     The first optimizer and the first backward of a process import modules and make thread pools.
     """
     needed = {"zero": ["deepspeed"], "fsdp": ["torch.distributed._composable", "torch.distributed.device_mesh"]}
-    for module in needed.get(name[:4], []):
+    for module in needed.get(name.removeprefix(PEER)[:4], []):
         importlib.import_module(module)
     toy = nn.Linear(8, 8).to(device)
     optimizer = torch.optim.AdamW(toy.parameters(), fused=True)
@@ -215,4 +254,6 @@ def make_contender(name: str, model: nn.Module, options: Options) -> Contender:
         return FSDP2(model, options, reshard_after_forward=False)
     if name in ("zero0", "zero1", "zero2", "zero3"):
         return Zero(model, options, stage=int(name[-1]))
-    raise KeyError(f"unknown contender {name!r}: choose from {', '.join(NAMES)}")
+    if name in PEER_NAMES:
+        return Zero(model, options, stage=int(name[-1]), own_adamw=False)
+    raise KeyError(f"unknown contender {name!r}: choose from {', '.join(NAMES + PEER_NAMES)}")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two models that the step-time benchmark trains, in plain torch.
+"""The models that the step-time benchmark trains, in plain torch.
 
 Both map one batch tensor to one scalar loss, so that every contender calls them the same way.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of a :class:`GPT`: sizes in elements, ``sequence`` in tokens, ``batch`` in sequences per rank."""
+    """Shape of a :class:`GPT`: sizes in elements, ``sequence`` in tokens, ``batch`` in sequences per rank.
+
+    All blocks run ``uses`` times, one pass after the other. ``lr`` shrinks with the width: at that of a narrow model a
+    wide one trains chaotically, and what contenders learn in a few steps says nothing.
+    """
 
     hidden: int
     layers: int
@@ -23,6 +27,8 @@ class GPTConfig:
     vocab: int
     sequence: int
     batch: int
+    lr: float = 3e-4
+    uses: int = 1
 
 
 @dataclass(frozen=True)
@@ -35,9 +41,10 @@ class TinyConfig:
     batch: int
 
 
+MODELS = ("gpt", "reused", "tiny1000")
 GPT_SIZES = {
-    "small": GPTConfig(hidden=256, layers=6, heads=8, vocab=3584, sequence=128, batch=2),
-    "large": GPTConfig(hidden=2048, layers=16, heads=16, vocab=32000, sequence=1024, batch=4),
+    "small": GPTConfig(hidden=256, layers=6, heads=8, vocab=3584, sequence=128, batch=2, lr=3e-4),
+    "large": GPTConfig(hidden=2048, layers=16, heads=16, vocab=32000, sequence=1024, batch=4, lr=3e-5),
 }
 TINY_SIZES = {
     "small": TinyConfig(layers=1000, block=50, width=16, batch=8),
@@ -90,8 +97,9 @@ class GPT(nn.Module):
         """
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         x = self.embed(inputs) + self.position(torch.arange(inputs.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
+        for _ in range(self.config.uses):
+            for block in self.blocks:
+                x = block(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
@@ -167,8 +175,9 @@ def gpt_flops(config: GPTConfig) -> float:
     2 products x 2 operations x 3 (forward and backward) x sequence / 2 x hidden per token and layer.
     """
     tokens = config.batch * config.sequence
-    weights = 12 * config.hidden**2 * config.layers + config.vocab * config.hidden
-    attention = 6 * config.sequence * config.hidden * config.layers
+    layers = config.layers * config.uses
+    weights = 12 * config.hidden**2 * layers + config.vocab * config.hidden
+    attention = 6 * config.sequence * config.hidden * layers
     return float(tokens * (6 * weights + attention))
 
 
@@ -178,7 +187,7 @@ def gpt_workload(config: GPTConfig) -> Workload:
         return torch.randint(config.vocab, (config.batch, config.sequence + 1), generator=generator)
 
     tokens = config.batch * config.sequence
-    return Workload(lambda: GPT(config), make_batch, 3e-4, tokens, gpt_flops(config), "tokens")
+    return Workload(lambda: GPT(config), make_batch, config.lr, tokens, gpt_flops(config), "tokens")
 
 
 def tiny_workload(config: TinyConfig) -> Workload:
@@ -190,16 +199,18 @@ def tiny_workload(config: TinyConfig) -> Workload:
 
 
 def make_workload(name: str, size: str) -> Workload:
-    """Return the workload ``name`` ("gpt" or "tiny1000") of ``size`` ("small" or "large").
+    """Return the workload ``name`` (of ``MODELS``) of ``size`` ("small" or "large").
 
     Raises:
         KeyError: unknown name or size.
     """
     if name == "gpt":
         return gpt_workload(GPT_SIZES[size])
+    if name == "reused":
+        return gpt_workload(replace(GPT_SIZES[size], uses=2))
     if name == "tiny1000":
         return tiny_workload(TINY_SIZES[size])
-    raise KeyError(f"unknown model {name!r}: choose 'gpt' or 'tiny1000'")
+    raise KeyError(f"unknown model {name!r}: choose from {', '.join(MODELS)}")
 
 
 def build_model(workload: Workload, device: torch.device, dtype: torch.dtype) -> nn.Module:

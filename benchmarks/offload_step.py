@@ -3,14 +3,18 @@
 measured host memory. One rank, one CUDA device.
 
     PYTHONPATH=. python benchmarks/offload_step.py --out result.json
+    PYTHONPATH=. python benchmarks/offload_step.py --nvme /local_nvme    # state and weights in files too
 """
 
 import argparse
 import json
+import mmap
 import os
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +55,28 @@ def bandwidths() -> dict[str, float]:
         "to_device": nbytes / seconds(lambda: device.copy_(host, non_blocking=True)) / 1e9,
         "host_copy": 2 * nbytes / seconds(lambda: other.copy_(ordinary)) / 1e9,
     }
+
+
+def disk_bandwidths(folder: str) -> dict[str, float]:
+    """GB/s of a gigabyte written and read around the page cache by four threads, 8 MiB at a time."""
+    size, block, path = 1 << 30, 8 << 20, Path(folder) / "bandwidth.tmp"
+    found = {}
+    for name, flags, call in (("to_disk", os.O_WRONLY | os.O_CREAT, os.pwritev), ("from_disk", os.O_RDONLY, os.preadv)):
+        file = os.open(path, flags | os.O_DIRECT, 0o600)
+
+        def lane(first: int) -> None:
+            buffer = mmap.mmap(-1, block)  # begins at a page
+            for begin in range(first * block, size, 4 * block):
+                if call(file, [buffer], begin) != block:  # noqa: B023 - called within this turn of the loop
+                    raise OSError(f"{path}: a short transfer at byte {begin}")
+
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lane, range(4)))
+        found[name] = size / (time.perf_counter() - begin) / 1e9
+        os.close(file)
+    path.unlink()
+    return found
 
 
 def make(stage: int, zero: dict[str, Any]) -> Any:
@@ -108,7 +134,8 @@ def measure(engine: Any, steps: int) -> dict[str, Any]:
 def overlap(engine: Any, trace: str | None) -> dict[str, float]:
     """Of one profiled step: ms of copies in each direction, and the part of them during which kernels run."""
     tokens = torch.randint(SHAPE.vocab, (SHAPE.batch, SHAPE.sequence + 1), device="cuda")
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+    # Recording what the processor does as well would slow it down so far that the device waits for it.
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         engine.backward(engine(tokens))
         engine.step()
         torch.cuda.synchronize()
@@ -168,10 +195,28 @@ CONTENDERS = {
 }
 
 
+def in_files(folder: str) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Contenders whose state is in files in ``folder``."""
+    optimizer = {
+        "device": "nvme", "nvme_path": folder, "buffer_count": 9, "pipeline_read": True, "pipeline_write": True
+    }  # fmt: skip
+    weights = {"device": "nvme", "nvme_path": folder, "buffer_count": 5, "buffer_size": 40_000_000, "max_in_cpu": 0}
+    groups = {"sub_group_size": 20_000_000}
+    return {
+        "stage 2, optimizer in files": (2, {"offload_optimizer": optimizer, **groups}),
+        "stage 3, optimizer and weights in files": (
+            3,
+            {"offload_optimizer": optimizer, "offload_param": weights, **groups},
+        ),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", nargs="*", help="contenders; default all", choices=list(CONTENDERS))
+    parser.add_argument("--nvme", help="folder on a disk: measure what keeps state in files too, with --disk-steps")
+    parser.add_argument("--disk-steps", type=int, default=2)
     parser.add_argument("--out", help="JSON file")
     parser.add_argument("--trace", help="chrome trace of a step of stage 2 with the optimizer offloaded")
     arguments = parser.parse_args()
@@ -194,11 +239,21 @@ def main() -> None:
         },
     }
     print(json.dumps(results, indent=1), flush=True)
-    for name in arguments.only or CONTENDERS:
-        stage, zero = CONTENDERS[name]
+    contenders = {name: CONTENDERS[name] for name in CONTENDERS if arguments.only is None or name in arguments.only}
+    if arguments.nvme:
+        disk = disk_bandwidths(arguments.nvme)
+        results["disk GB/s"] = disk
+        state = 1e3 * MOMENTS_AND_MASTER * numel / 1e9
+        results["disk floor ms"] = {
+            "state read, then written": state / disk["from_disk"] + state / disk["to_disk"],
+            "the slower of both": max(state / disk["from_disk"], state / disk["to_disk"]),
+        }
+        print(json.dumps({name: results[name] for name in ("disk GB/s", "disk floor ms")}, indent=1), flush=True)
+        contenders |= in_files(arguments.nvme)
+    for name, (stage, zero) in contenders.items():
         engine = make(stage, zero)
-        results[name] = measure(engine, arguments.steps)
-        if "optimizer" in name:
+        results[name] = measure(engine, arguments.disk_steps if name.endswith("files") else arguments.steps)
+        if "optimizer" in name and not name.endswith("files"):
             results[name]["trace"] = overlap(engine, arguments.trace if name == "stage 2, optimizer" else None)
         print(name, json.dumps(results[name], indent=1), flush=True)
         engine.destroy()

@@ -64,6 +64,24 @@ class Row:
     utilisation: float | None
     first_loss: float
     last_loss: float
+    exposed_seconds: float
+    hook_seconds: float | None
+    hook_calls: int
+    package: str | None
+
+
+def disagreements(model: str, dtype: str, reference: str, runs: dict[str, list[Round]]) -> list[str]:
+    """What says that the contenders did not train the same thing; empty if nothing does."""
+    found = []
+    for check in (
+        lambda: check_losses(model, dtype, reference, runs),
+        lambda: check_collectives(model, runs),
+    ):
+        try:
+            check()
+        except DisagreementError as error:
+            found.append(str(error))
+    return found
 
 
 def check_losses(model: str, dtype: str, reference: str, runs: dict[str, list[Round]]) -> None:
@@ -140,6 +158,10 @@ def compare(workload: Workload, dtype: str, reference: str, runs: dict[str, list
                 utilisation=workload.flops / seconds / peak if peak and workload.flops else None,
                 first_loss=rounds[0].losses()[0],
                 last_loss=rounds[0].losses()[-1],
+                exposed_seconds=max(rank["exposed_seconds"] for rank in rounds[0].ranks),
+                hook_seconds=figures["hook_seconds"],
+                hook_calls=figures["hook_calls"],
+                package=figures.get("package"),
             )
         )
     return rows
@@ -149,7 +171,7 @@ def format_table(title: str, reference: str, sample_name: str, rows: list[Row]) 
     """Return the rows as fixed-width text."""
     show_utilisation = any(row.utilisation is not None for row in rows)
     head = ["contender", "step ms", "(rounds)", f"/{reference}", "of medians", "forward", "backward", "step"]
-    head += ["peak MiB", "calls", "MB", "ring MB", f"{sample_name}/s", "loss"]
+    head += ["exposed", "hooks", "peak MiB", "calls", "MB", "ring MB", f"{sample_name}/s", "loss"]
     head += ["MFU"] if show_utilisation else []
     lines = [head]
     for row in rows:
@@ -157,6 +179,8 @@ def format_table(title: str, reference: str, sample_name: str, rows: list[Row]) 
         line.append(f"{min(row.seconds_of_rounds) * 1e3:.1f}-{max(row.seconds_of_rounds) * 1e3:.1f}")
         line += [f"{row.ratio_in_rounds:.3f}", f"{row.ratio_of_medians:.3f}"]
         line += [f"{row.parts[name] * 1e3:.1f}" for name in ("forward", "backward", "step")]
+        line += [f"{row.exposed_seconds * 1e3:.1f}"]
+        line += ["-" if row.hook_seconds is None else f"{row.hook_seconds * 1e3:.1f}"]
         line += [f"{row.peak_bytes / 2**20:.1f}", str(sum(row.calls.values()))]
         line += [f"{sum(row.bytes.values()) / 1e6:.2f}", f"{row.ring_bytes / 1e6:.2f}"]
         line += [f"{row.samples_per_second:.0f}", f"{row.first_loss:.4f}>{row.last_loss:.4f}"]
@@ -171,7 +195,20 @@ def format_table(title: str, reference: str, sample_name: str, rows: list[Row]) 
         ]
         text.append("  ".join(cells).rstrip())
     text.append("collectives per step: " + "; ".join(f"{row.contender}: {format_calls(row)}" for row in rows))
+    text += [f"{row.contender}: package {row.package}" for row in rows if row.contender.startswith("peer-")]
     return "\n".join(text)
+
+
+def format_reuse(once: list[Row], twice: list[Row]) -> str:
+    """What it costs that all blocks run twice: the ratio of plain torch is the extra arithmetic alone."""
+    lines = ["blocks that run twice against once: step, and collectives of one step"]
+    second = {row.contender: row for row in twice}
+    for row in once:
+        if row.contender in second:
+            other = second[row.contender]
+            calls = f"{sum(row.calls.values())} -> {sum(other.calls.values())}"
+            lines.append(f"  {row.contender:12s} x{other.seconds / row.seconds:.3f}   {calls}")
+    return "\n".join(lines)
 
 
 def format_calls(row: Row) -> str:

@@ -10,33 +10,31 @@ down slows all of them, and each ratio is taken between two runs of the same rou
 import argparse
 import json
 import os
-import socket
-import subprocess
 import sys
-import tempfile
-import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from backends import NAMES
-from models import make_workload
-from report import Round, Row, check_collectives, check_losses, compare, format_table, plot
+from backends import NAMES, PEER_NAMES
+from models import MODELS, make_workload
+from ranks import HERE, run_ranks
+from report import Round, Row, compare, disagreements, format_reuse, format_table, plot
 from worker import Task
-
-HERE = Path(__file__).resolve().parent
-LOG_TAIL = 4000
-TIMEOUT_SECONDS = 1800
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="processes per contender; on CUDA one per GPU")
-    parser.add_argument("--models", nargs="+", choices=("gpt", "tiny1000"), default=["gpt", "tiny1000"])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["gpt", "tiny1000"])
     parser.add_argument("--size", choices=("small", "large"), default="small")
     parser.add_argument(
-        "--contenders", nargs="+", choices=NAMES, default=list(NAMES[:-1]), help="the first is the base"
+        "--contenders", nargs="+", choices=NAMES + PEER_NAMES, help="the first is the base; default: all there are"
+    )
+    parser.add_argument(
+        "--peer",
+        type=Path,
+        help="another installed package deepspeed: its environment's folder or interpreter, or a site-packages folder",
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20, help="timed steps per round")
@@ -52,6 +50,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--plot", type=Path, help="write a bar chart here (needs matplotlib)")
     options = parser.parse_args(arguments)
+    if options.contenders is None:
+        options.contenders = [*NAMES, *(PEER_NAMES if options.peer else ())]
+    if options.peer is None and set(options.contenders) & set(PEER_NAMES):
+        parser.error(f"contenders {', '.join(PEER_NAMES)} need --peer")
+    if options.peer is not None:
+        peer_python(options.peer)
     for name in ("ranks", "rounds", "steps", "warmup"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
@@ -64,87 +68,51 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def peer_python(path: Path | None) -> tuple[str, list[str]]:
+    """Interpreter and folders in front of its path that give the package of ``--peer``; None: this package.
 
-
-def rank_environment(rank: int, ranks: int, port: int, task: Task) -> dict[str, str]:
-    paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-    # Without this the package would choose a GPU where there is one, whatever --device says.
-    hide_gpus = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if task.device == "cpu" else {}
-    return (
-        os.environ
-        | hide_gpus
-        | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": str(task.threads),
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-            # torch renames its collectives from release to release and warns of it on every rank.
-            "PYTHONWARNINGS": "ignore::FutureWarning",
-        }
+    Raises:
+        FileNotFoundError: there is neither an interpreter nor an importable package at ``path``.
+    """
+    if path is None:
+        return sys.executable, [str(HERE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    for python in (path, path / "bin" / "python"):
+        if python.is_file():
+            return str(python), []
+    if (path / "deepspeed").is_dir():
+        return sys.executable, [str(path)]
+    raise FileNotFoundError(
+        f"--peer {path}: neither a Python interpreter, nor an environment with bin/python, nor a folder with deepspeed/"
     )
 
 
-def wait_for_all(processes: list[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until all ranks have ended; return the first rank that failed, None if none did.
-
-    A rank whose peer has died waits for it in a collective, so the others are ended as soon as one fails.
-    """
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    try:
-        while True:
-            codes = [process.poll() for process in processes]
-            for rank, code in enumerate(codes):
-                if code not in (None, 0):
-                    return rank
-            if all(code == 0 for code in codes):
-                return None
-            if time.monotonic() > deadline:
-                return codes.index(None)
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-
-
-def run_round(task: Task, ranks: int) -> Round:
+def run_round(task: Task, ranks: int, peer: Path | None) -> Round:
     """Run one set of processes and return their figures.
 
     Raises:
         RuntimeError: a rank failed; carries the end of its output.
     """
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        task = replace(task, output=folder)
-        logs = [Path(folder, f"rank{rank}.log") for rank in range(ranks)]
-        processes = []
-        for rank, log in enumerate(logs):
-            environment = rank_environment(rank, ranks, port, task)
-            command = [sys.executable, str(HERE / "worker.py"), task.to_json()]
-            with log.open("wb") as stream:
-                processes.append(subprocess.Popen(command, env=environment, stdout=stream, stderr=stream))
-        failed = wait_for_all(processes)
-        if failed is not None:
-            code = processes[failed].returncode
-            tail = logs[failed].read_text(errors="replace")[-LOG_TAIL:]
-            raise RuntimeError(f"{task.model}, {task.contender}: rank {failed} ended with {code}:\n{tail}")
-        return Round([json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(ranks)])
+    python, paths = peer_python(peer if task.contender in PEER_NAMES else None)
+    what = f"{task.model}, {task.contender}"
+    return Round(
+        run_ranks(
+            HERE / "worker.py",
+            asdict(task),
+            ranks,
+            device=task.device,
+            threads=task.threads,
+            what=what,
+            python=python,
+            paths=paths,
+        )
+    )
 
 
-def run_model(model: str, options: argparse.Namespace) -> dict[str, list[Round]]:
-    """Run all rounds of all contenders on one model."""
+def run_model(model: str, options: argparse.Namespace, faults: list[str]) -> dict[str, list[Round]]:
+    """Run all rounds of all contenders on one model. One whose ranks fail is left out, with an entry in ``faults``."""
     runs: dict[str, list[Round]] = {contender: [] for contender in options.contenders}
     for number in range(options.rounds):
-        for contender, rounds in runs.items():
+        for contender, rounds in list(runs.items()):
             task = Task(
                 contender=contender,
                 model=model,
@@ -160,7 +128,12 @@ def run_model(model: str, options: argparse.Namespace) -> dict[str, list[Round]]
                 zero=options.zero,
                 adamw=options.adamw,
             )
-            rounds.append(run_round(task, options.ranks))
+            try:
+                rounds.append(run_round(task, options.ranks, options.peer))
+            except RuntimeError as error:
+                faults.append(str(error))
+                del runs[contender]
+                continue
             seconds = rounds[-1].step_seconds()
             print(f"{model} round {number} {contender}: {seconds * 1e3:.1f} ms", file=sys.stderr, flush=True)
     return runs
@@ -181,20 +154,28 @@ def main() -> None:
     )
     reference = options.contenders[0]
     tables: dict[str, list[Row]] = {}
+    faults: list[str] = []
     for model in options.models:
         workload = make_workload(model, options.size)
-        runs = run_model(model, options)
-        check_losses(model, options.dtype, reference, runs)
-        check_collectives(model, runs)
+        runs = run_model(model, options, faults)
+        if reference not in runs:
+            faults.append(f"{model}: nothing to compare with, since {reference} failed")
+            continue
         tables[model] = compare(workload, options.dtype, reference, runs)
         parameters = runs[reference][0].ranks[0]["parameters"]
         title = f"\n{model} ({options.size}, {parameters / 1e6:.2f} M parameters)"
         print(format_table(title, reference, workload.sample_name, tables[model]), flush=True)
+        faults += disagreements(model, options.dtype, reference, runs)
+    if "gpt" in tables and "reused" in tables:
+        print("\n" + format_reuse(tables["gpt"], tables["reused"]), flush=True)
     if options.json:
         rows = {model: [asdict(row) for row in rows] for model, rows in tables.items()}
-        options.json.write_text(json.dumps({"settings": settings, "models": rows}, indent=1) + "\n")
-    if options.plot:
+        figures = {"settings": settings, "models": rows, "faults": faults}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if options.plot and tables:
         plot(options.plot, tables)
+    if faults:
+        sys.exit("\n".join(["\nThe figures above may not be compared:", *faults]))
 
 
 if __name__ == "__main__":

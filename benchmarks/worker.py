@@ -13,13 +13,15 @@ import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from backends import Contender, Options, make_contender, warm_process
+from backends import PEER, Contender, Options, make_contender, warm_process
 from collectives import CollectiveCounter
 from models import build_model, make_workload
+from observe import observe
 from torch import Tensor
 
 
@@ -29,7 +31,7 @@ class Task:
 
     Attributes:
         output: folder for the ``rank<N>.json`` files.
-        detail: also run the pass that counts collectives.
+        detail: also run the passes that count collectives and observe hooks and exposed communication.
     """
 
     contender: str
@@ -151,9 +153,25 @@ def measure(task: Task, device: torch.device) -> dict[str, Any]:
             "bytes": dict(counter.bytes),
             "ring_bytes": counter.ring_bytes(),
         }
+        result |= observe(contender, lambda: contender.forward(batch), device, max(3, task.steps // 4))
+    if "deepspeed" in sys.modules:
+        result["package"] = package_version(sys.modules["deepspeed"], task.contender)
+    result["torch"] = torch.__version__
     if device.type == "cuda":
         result["device_name"] = torch.cuda.get_device_name(device)
     return result
+
+
+def package_version(package: ModuleType, contender: str) -> str:
+    """The version of the package that was measured.
+
+    Raises:
+        RuntimeError: a peer is this package, or the other way round.
+    """
+    is_own = Path(package.__file__).resolve().is_relative_to(Path(__file__).resolve().parent.parent)
+    if is_own == contender.startswith(PEER):
+        raise RuntimeError(f"{contender} would measure the package in {package.__file__}")
+    return package.__version__
 
 
 def main() -> None:
