@@ -8,6 +8,7 @@
 #   BENCH_ARGS   further arguments for benchmarks/step_time.py
 #   PYTEST_ARGS  further arguments for pytest, e.g. PYTEST_ARGS="tests/unit/launcher -x"
 #   PIP_ARGS     further arguments for pip install, e.g. an index with CPU-only wheels of torch
+#   INTEGRATION_VENV, INTEGRATION_ARGS  of test-integration what VENV and PYTEST_ARGS are of test
 
 SHELL := /bin/sh
 VENV ?= .venv
@@ -29,7 +30,7 @@ STAMP := $(VENV)/.installed
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '2,11s/^# \{0,1\}//p' Makefile
+	@sed -n '2,12s/^# \{0,1\}//p' Makefile
 
 setup: $(STAMP)
 

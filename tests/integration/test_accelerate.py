@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""accelerate, as it comes: 30 steps take the way of its plain DDP run, in losses and norms; a run that is saved and
-resumed goes on as if it had not stopped; weights come out whole."""
+"""accelerate, as it comes: 30 steps take the way of its plain DDP run, in losses and norms, offloaded and in fp16
+too; a run that is saved and resumed goes on as if it had not stopped; weights come out whole."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import deepspeed
 from unit.common import DistributedTest
 
 pytest.importorskip("accelerate")
@@ -41,9 +42,11 @@ def make_data(examples: int) -> TensorDataset:
 
 
 class Run:
-    """One training run. ``stage`` None is accelerate's DDP."""
+    """One training run. ``stage`` None is accelerate's DDP; ``options`` are DeepSpeedPlugin's."""
 
-    def __init__(self, stage: int | None, accumulation: int) -> None:
+    def __init__(
+        self, stage: int | None, accumulation: int, precision: str = "bf16", config: Any = None, **options: Any
+    ) -> None:
         from accelerate import Accelerator, DeepSpeedPlugin, PartialState
         from accelerate.state import AcceleratorState
 
@@ -52,16 +55,19 @@ class Run:
         # Without a GPU accelerate counts one process under DeepSpeed, unless its state says several on CPU before.
         PartialState(cpu=True)
         plugin = None
-        if stage is not None:
+        if config is not None:
+            plugin = DeepSpeedPlugin(hf_ds_config=config)
+        elif stage is not None:
             plugin = DeepSpeedPlugin(
                 zero_stage=stage,
                 gradient_accumulation_steps=accumulation,
                 gradient_clipping=CLIP,
                 zero3_save_16bit_model=True,
+                **options,
             )
         self.accelerator = Accelerator(
             cpu=stage is None,
-            mixed_precision="bf16",
+            mixed_precision=precision,
             gradient_accumulation_steps=accumulation,
             deepspeed_plugin=plugin,
         )
@@ -102,7 +108,9 @@ class Run:
 
     @property
     def model_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if hasattr(self.model, "get_global_grad_norm") else torch.float32
+        if not isinstance(self.model, deepspeed.DeepSpeedEngine):
+            return torch.float32
+        return torch.float16 if self.model.fp16_enabled() else torch.bfloat16
 
     def evaluate(self) -> float:
         """Over all examples, gathered from all ranks."""
@@ -151,6 +159,40 @@ class TestAccelerate(DistributedTest):
                 assert weights.keys() == {name.removeprefix("module.") for name in expected}
                 for name, weight in weights.items():
                     assert weight.shape == expected.get(name, expected.get(f"module.{name}")).shape
+            run.end()
+
+    def test_offload_and_fp16_take_the_same_way(self, tmp_path: Path) -> None:
+        """The plugin's options for offload; a config of one's own for fp16, whose first loss scale fits 30 steps."""
+        plain = Run(None, 1)
+        plain.train(0, STEPS)
+        assert plain.losses[-1] < 0.5 * plain.losses[0]
+        half = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": CLIP,
+            "fp16": {"enabled": True, "initial_scale_power": 8},
+        }
+        optimizer = {"offload_optimizer_device": "cpu"}
+        both = {**optimizer, "offload_param_device": "cpu"}
+        paths = {f"offload_{part}_nvme_path": str(tmp_path) for part in ("optimizer", "param")}
+        files = {"offload_optimizer_device": "nvme", "offload_param_device": "nvme", **paths}
+        rows: list[tuple[int, dict[str, Any]]] = [
+            (1, optimizer),
+            (2, optimizer),
+            (3, optimizer),
+            (3, both),
+            (3, files),
+            *((s, {"precision": "fp16", "config": {**half, "zero_optimization": {"stage": s}}}) for s in range(4)),
+        ]
+        for stage, options in rows:
+            run = Run(stage, 1, **options)
+            for part in ("optimizer", "param"):  # what was asked for is what runs
+                section = getattr(run.model, f"zero_offload_{part}")()
+                assert (section.device if section else "none") == options.get(f"offload_{part}_device", "none")
+            assert run.model.fp16_enabled() == ("precision" in options)
+            run.train(0, STEPS)
+            assert close(run.losses, plain.losses), f"stage {stage}, {options}: {run.losses}, DDP {plain.losses}"
+            assert close(run.norms, plain.norms), f"stage {stage}, {options}: {run.norms}, DDP {plain.norms}"
             run.end()
 
     def test_resumes(self, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lightning's ``DeepSpeedStrategy``, as it comes: it takes the way of lightning's DDP, and resumes.
+"""lightning's ``DeepSpeedStrategy``, as it comes: it takes the way of lightning's DDP, offloaded and in fp16 too, and
+resumes.
 
 The strategy insists on lightning's accelerator for CUDA, so without a GPU the test brings one that says it is, and
 whose devices are the host's.
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import deepspeed
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from integration.tiny_llama import close
 from unit.common import DistributedTest
 
@@ -66,8 +68,9 @@ def make_data(examples: int) -> DataLoader:
 class Regression(lightning.LightningModule):
     """An encoder that is applied twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_host: bool = False) -> None:
         super().__init__()
+        self.on_host = on_host  # with an optimizer made for that, as lightning leaves it to the module
         torch.manual_seed(3)
         self.encoder = nn.Sequential(nn.Linear(7, 7), nn.Tanh())
         self.head = nn.Linear(7, 2)
@@ -99,13 +102,21 @@ class Regression(lightning.LightningModule):
                 self.norms.append(float(engine.get_global_grad_norm()))
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.02)
+        kind = DeepSpeedCPUAdam if self.on_host else torch.optim.AdamW
+        return kind(self.parameters(), lr=0.02, weight_decay=0.01)
 
 
 def fit(
-    folder: Path, stage: int | None, accumulation: int, steps: int, epochs: int = 1, resume: Path | None = None
+    folder: Path,
+    stage: int | None,
+    accumulation: int,
+    steps: int,
+    epochs: int = 1,
+    resume: Path | None = None,
+    precision: str = "bf16-mixed",
+    **options: Any,
 ) -> Any:
-    """``stage`` None is DDP. The steps make up this many epochs."""
+    """``stage`` None is DDP; ``options`` are the strategy's. The steps make up this many epochs."""
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
     from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
@@ -115,8 +126,8 @@ def fit(
     trainer = lightning.Trainer(
         accelerator="cpu" if stage is None else host_accelerator(),
         devices=int(os.environ["WORLD_SIZE"]),
-        strategy=DDPStrategy(**plugged) if stage is None else DeepSpeedStrategy(stage=stage, **plugged),
-        precision="bf16-mixed",
+        strategy=DDPStrategy(**plugged) if stage is None else DeepSpeedStrategy(stage=stage, **plugged, **options),
+        precision=precision,
         max_steps=steps,
         accumulate_grad_batches=accumulation,
         default_root_dir=folder,
@@ -126,7 +137,7 @@ def fit(
         enable_model_summary=False,
         use_distributed_sampler=True,
     )
-    model = Regression()
+    model = Regression("offload_optimizer" in options)
     trainer.fit(model, make_data(8 * steps * accumulation // epochs), ckpt_path=resume)
     return trainer, model
 
@@ -154,6 +165,29 @@ class TestLightning(DistributedTest):
             assert close(norms, plain.norms, 5e-2), f"stage {stage}: {norms}, DDP {plain.norms}"
             (got,) = trainer.validate(model, make_data(48), verbose=False)
             assert close([got["val_loss"]], [evaluated["val_loss"]], 2e-2)
+
+    def test_offload_and_fp16_take_the_same_way(self, tmp_path: Path) -> None:
+        _, plain = fit(tmp_path, None, 1, STEPS)
+        optimizer = {"offload_optimizer": True}
+        both = {**optimizer, "offload_parameters": True}
+        devices = {"offload_optimizer_device": "nvme", "offload_params_device": "nvme", "nvme_path": str(tmp_path)}
+        half = {"precision": "16-mixed", "initial_scale_power": 8}  # nothing overflows in 30 steps
+        rows: list[tuple[int, dict[str, Any]]] = [
+            (1, optimizer),
+            (2, optimizer),
+            (3, optimizer),
+            (3, both),
+            (3, {**both, **devices}),
+            *((stage, half) for stage in range(4)),
+        ]
+        for stage, options in rows:
+            trainer, model = fit(tmp_path, stage, 1, STEPS, **options)
+            section = trainer.model.zero_offload_optimizer()
+            expected = options.get("offload_optimizer_device", "cpu") if "offload_optimizer" in options else "none"
+            assert (section.device if section else "none") == expected
+            assert trainer.model.fp16_enabled() == ("precision" in options)
+            assert close(model.losses, plain.losses, 2e-2), f"{stage}, {options}: {model.losses}, DDP {plain.losses}"
+            assert close(model.norms, plain.norms, 5e-2), f"{stage}, {options}: {model.norms}, DDP {plain.norms}"
 
     def test_resumes(self, tmp_path: Path) -> None:
         """With the same weights, and on the way of a DDP run that was resumed: at which batch is lightning's matter."""

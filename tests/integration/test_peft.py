@@ -15,7 +15,8 @@ from unit.common import DistributedTest
 
 pytest.importorskip("peft")
 
-STEPS = 10
+STEPS = 30
+ADALORA_STEPS = 10
 
 
 def make_adapted(kind: str) -> Any:
@@ -25,7 +26,9 @@ def make_adapted(kind: str) -> Any:
     if kind == "lora":
         config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights="gaussian")
     else:
-        config = AdaLoraConfig(init_r=4, target_r=2, tinit=1, tfinal=2, total_step=STEPS, target_modules=targets)
+        config = AdaLoraConfig(
+            init_r=4, target_r=2, tinit=1, tfinal=2, total_step=ADALORA_STEPS, target_modules=targets
+        )
     base = make_model()
     torch.manual_seed(4)
     return get_peft_model(base, config)
@@ -36,16 +39,17 @@ class TestPeft(DistributedTest):
     init_distributed = False
     exec_timeout = 400
 
-    def test_lora_takes_the_way_of_ddp(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("accumulation", [1, 4])
+    def test_lora_takes_the_way_of_ddp(self, tmp_path: Path, accumulation: int) -> None:
         from peft import PeftModel
 
         options = {"learning_rate": 5e-2}
-        plain = make_trainer(tmp_path, None, 2, STEPS, make_adapted("lora"), **options)
+        plain = make_trainer(tmp_path, None, accumulation, STEPS, make_adapted("lora"), **options)
         plain.train()
         losses, norms = logged(plain, "loss"), logged(plain, "grad_norm")
         assert len(losses) == STEPS and losses[-1] < losses[0] and norms[0] > 0
         for stage in range(4):
-            trainer = make_trainer(tmp_path, stage, 2, STEPS, make_adapted("lora"), **options)
+            trainer = make_trainer(tmp_path, stage, accumulation, STEPS, make_adapted("lora"), **options)
             trainer.train()
             got = logged(trainer, "loss"), logged(trainer, "grad_norm")
             assert close(got[0], losses, 2e-2), f"stage {stage}: losses {got[0]}, DDP {losses}"
@@ -76,8 +80,8 @@ class TestPeft(DistributedTest):
             }
             kept = HfDeepSpeedConfig(config)  # while it lives, peft knows that it runs under an engine
             engine, *_ = deepspeed.initialize(model=make_adapted("adalora"), config=config)
-            batches = make_data(8 * STEPS)
-            for step in range(STEPS):
+            batches = make_data(8 * ADALORA_STEPS)
+            for step in range(ADALORA_STEPS):
                 begin = 8 * step + 4 * deepspeed.comm.get_rank()
                 rows = torch.stack([row["input_ids"] for row in batches[begin : begin + 4]])
                 engine.backward(engine(input_ids=rows, labels=rows).loss)

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' Trainer, as it comes: 30 steps take the way of its plain DDP run, in the losses and norms that it logs;
-checkpoints resume; a saved model is whole; ``from_pretrained`` fills a partitioned model."""
+"""transformers' Trainer, as it comes: 30 steps take the way of its plain DDP run, in the losses and norms that it logs,
+offloaded and in fp16 too; checkpoints resume; a saved model is whole; ``from_pretrained`` fills a partitioned model."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import deepspeed
-from integration.tiny_llama import close, logged, make_model, make_trainer
+from integration.tiny_llama import close, ds_config, logged, make_model, make_trainer
 from unit.common import DistributedTest
 
 pytest.importorskip("transformers")
@@ -42,6 +43,35 @@ class TestTrainer(DistributedTest):
             assert close(got[1], norms, NORM_TOLERANCE), f"stage {stage}: norms {got[1]}, DDP {norms}"
             assert close([trainer.evaluate()["eval_loss"]], [evaluated], TOLERANCE)
             trainer.deepspeed.destroy()
+
+    def test_offload_and_fp16_take_the_same_way(self, tmp_path: Path) -> None:
+        plain = make_trainer(tmp_path, None, 1, STEPS)
+        plain.train()
+        losses, norms = logged(plain, "loss"), logged(plain, "grad_norm")
+        host, files = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}
+        half = {"bf16": False, "fp16": True}
+        rows: list[dict[str, Any]] = [
+            {"deepspeed": ds_config(1, offload_optimizer=host)},
+            {"deepspeed": ds_config(2, offload_optimizer=host)},
+            {"deepspeed": ds_config(3, offload_optimizer=host)},
+            {"deepspeed": ds_config(3, offload_optimizer=host, offload_param=host)},
+            {"deepspeed": ds_config(3, offload_optimizer=files, offload_param=files)},
+            *({"deepspeed": ds_config(stage), **half} for stage in range(4)),
+        ]
+        for row in rows:
+            trainer = make_trainer(tmp_path, None, 1, STEPS, **row)
+            trainer.train()
+            engine, asked = trainer.deepspeed, row["deepspeed"]["zero_optimization"]
+            for part, section in (
+                ("offload_optimizer", engine.zero_offload_optimizer()),
+                ("offload_param", engine.zero_offload_param()),
+            ):
+                assert (section.device if section else "none") == asked.get(part, {"device": "none"})["device"]
+            assert engine.fp16_enabled() == ("fp16" in row)
+            got = logged(trainer, "loss"), logged(trainer, "grad_norm")
+            assert close(got[0], losses, TOLERANCE), f"{row}: losses {got[0]}, DDP {losses}"
+            assert close(got[1], norms, NORM_TOLERANCE), f"{row}: norms {got[1]}, DDP {norms}"
+            engine.destroy()
 
     def test_resumes_and_saves_whole_models(self, tmp_path: Path) -> None:
         from transformers import LlamaForCausalLM

@@ -35,8 +35,9 @@ def make_data(examples: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row.clone()} for row in rows]
 
 
-def ds_config(stage: int | None) -> dict[str, Any] | None:
-    """As transformers' documentation has it; None for DDP."""
+def ds_config(stage: int | None, **zero: Any) -> dict[str, Any] | None:
+    """Everything that transformers can fill in is left to it; ``zero`` are further keys of ``zero_optimization``. None
+    for DDP."""
     if stage is None:
         return None
     return {
@@ -45,12 +46,14 @@ def ds_config(stage: int | None) -> dict[str, Any] | None:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "initial_scale_power": 8},  # nothing overflows in 30 steps
         "zero_optimization": {
             "stage": stage,
             "reduce_bucket_size": "auto",
             "stage3_prefetch_bucket_size": "auto",
             "stage3_param_persistence_threshold": "auto",
             "stage3_gather_16bit_weights_on_model_save": True,
+            **zero,
         },
     }
 
