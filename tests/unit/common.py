@@ -100,14 +100,14 @@ class RankPools:
         self._owner: type | None = None
         self._groups: dict[int, RankGroup] = {}
 
-    def take(self, owner: type[DistributedTest], world_size: int) -> RankGroup:
+    def take(self, owner: type[DistributedTest], world_size: int, job: Job) -> RankGroup:
         """A group for a test of this class, new or used. Ends the groups of any other class."""
         if owner is not self._owner:
             self.close()
             self._owner = owner
         group = self._groups.get(world_size)
         if group is None or not group.usable:
-            group = self._groups[world_size] = _new_group(owner, world_size)
+            group = self._groups[world_size] = _new_group(owner, world_size, job)
         return group
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ def run_test(item: pytest.Function, pools: RankPools) -> None:
         _run_in_new_group(owner, world_size, job)
         return
     _check_requirements(owner)
-    raise_outcome(pools.take(owner, world_size).run(job, _timeout_of(owner), owner.idle_timeout))
+    raise_outcome(pools.take(owner, world_size, job).run(job, _timeout_of(owner), owner.idle_timeout))
 
 
 def fixture_function(owner: type[DistributedFixture]) -> Any:
@@ -186,7 +186,7 @@ def raise_outcome(outcomes: list[Outcome]) -> None:
 
 def _run_in_new_group(owner: type[DistributedExec], world_size: int, job: Job) -> None:
     _check_requirements(owner)
-    group = _new_group(owner, world_size)
+    group = _new_group(owner, world_size, job)
     outcomes = group.run(job, _timeout_of(owner), owner.idle_timeout)
     faults = group.close() if group.usable else []
     raise_outcome(outcomes)
@@ -202,8 +202,8 @@ def _check_requirements(owner: type[DistributedExec]) -> None:
             pytest.skip("needs a CUDA device")
 
 
-def _new_group(owner: type[DistributedExec], world_size: int) -> RankGroup:
-    return RankGroup(get_server(), world_size, owner.backend, owner.init_distributed, owner.set_dist_env)
+def _new_group(owner: type[DistributedExec], world_size: int, job: Job) -> RankGroup:
+    return RankGroup(get_server(job), world_size, owner.backend, owner.init_distributed, owner.set_dist_env)
 
 
 def _timeout_of(owner: type[DistributedExec]) -> float:

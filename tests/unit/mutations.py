@@ -292,8 +292,8 @@ MUTATIONS = (
     Mutation(
         "weights that stay whole are not refreshed",
         OFFLOAD,
-        "        for shard in shards:\n            shard.written()\n",
-        "        for shard in [shard for shard in shards if not shard.persistent]:\n            shard.written()\n",
+        "not shard.aliased:\n                shard.hide()\n",
+        "not (shard.aliased or shard.persistent):\n                shard.hide()\n",
         (GRAPHS, WEIGHTS),
     ),
     Mutation(

@@ -89,6 +89,10 @@ class RankServer:
         """Start one rank on the given socket, stdout, stderr and stack file. Returns its process id."""
         return self._ask(("fork", spec), descriptors)
 
+    def load_ahead(self, job: Job) -> bool:
+        """Import the job's test module once for all ranks. Returns False if no rank should be forked after that."""
+        return self._ask(("load", job))
+
     def reap(self, pids: list[int]) -> dict[int, int]:
         """Kill what is left of these ranks. Returns exit codes, negative ones are signals."""
         return self._ask(("reap", pids))
@@ -390,15 +394,24 @@ def describe_exit_code(code: int) -> str:
 
 
 _server: RankServer | None = None
+# Files of test modules that the server has imported, and of those that it must not import.
+_loaded: set[str] = set()
+_not_ahead: set[str] = set()
 
 
-def get_server() -> RankServer:
-    """The server of this session, started on first use and again if it is gone."""
+def get_server(job: Job) -> RankServer:
+    """The server of this session, started on first use and again if it is gone; with the job's module imported."""
     global _server
     if _server is None or not _server.running:
         close_server()
         _server = RankServer()
         atexit.register(close_server)
+    if job.module_file not in _loaded | _not_ahead:
+        _loaded.add(job.module_file)
+        if not _server.load_ahead(job):
+            _not_ahead.add(job.module_file)
+            close_server()
+            return get_server(job)
     return _server
 
 
@@ -406,5 +419,6 @@ def close_server() -> None:
     """End the server of this session, if there is one."""
     global _server
     server, _server = _server, None
+    _loaded.clear()
     if server is not None:
         server.close()

@@ -2,8 +2,9 @@
 """The process that ranks are forked from, and what a rank does.
 
 One server runs beside a pytest session. It has imported torch, deepspeed and pytest, has one thread and has never
-touched a device, so a fork of it is a fresh rank within milliseconds. It forks on request, reaps on request and does
-nothing else; when the session's end of its socket closes, for whatever reason, it kills every rank it started.
+touched a device, so a fork of it is a fresh rank within milliseconds. It forks on request, reaps on request, imports
+test modules ahead of the ranks that need them and does nothing else; when the session's end of its socket closes, for
+whatever reason, it kills every rank it started.
 
 The session talks to each rank over a socket of its own. A rank reads a job, runs it, reports an outcome and then
 *keeps its process group open* until told to go on: a rank that left early would turn its peers' collectives into
@@ -12,6 +13,7 @@ connection errors and hide which rank failed first.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import faulthandler
@@ -120,7 +122,8 @@ def _receive_exactly(connection: socket.socket, length: int) -> bytes:
 
 
 def serve(descriptor: int) -> None:
-    """Body of the server process: answer ``("fork", RankSpec)`` and ``("reap", pids)`` until the session goes away."""
+    """Body of the server process: answer ``("fork", RankSpec)``, ``("load", Job)`` and ``("reap", pids)`` until the
+    session goes away."""
     connection = socket.socket(fileno=descriptor)
     send_message(connection, {"import_error": _import_ahead(), "threads": _thread_count()})
     alive: set[int] = set()
@@ -135,6 +138,8 @@ def serve(descriptor: int) -> None:
             if command == "fork":
                 answer: object = _fork_rank(argument, descriptors, connection)
                 alive.add(int(str(answer)))
+            elif command == "load":
+                answer = _load_ahead(argument)
             else:
                 answer = {pid: _reap(pid) for pid in argument}
                 alive -= set(argument)
@@ -168,6 +173,29 @@ def _import_ahead() -> str | None:
     gc.collect()
     gc.freeze()  # Keeps the collector of the ranks from writing to, and so copying, every page of what is shared.
     return error
+
+
+def _load_ahead(job: Job) -> bool:
+    """Import the test module of a job, which each rank would otherwise do, assertion rewriting included.
+
+    Returns whether ranks can still be forked from here: not if the import started threads or touched a device.
+    """
+    directory, path, environment = os.getcwd(), sys.path[:], dict(os.environ)
+    try:
+        os.environ.update(job.environment)
+        os.chdir(job.directory)
+        sys.path[:] = job.sys_path
+        _seed(0)
+        with contextlib.suppress(BaseException):  # The ranks import it again then, and report what was wrong.
+            _load_module(job)
+    finally:
+        os.chdir(directory)
+        sys.path[:] = path
+        os.environ.clear()
+        os.environ.update(environment)
+    gc.collect()
+    gc.freeze()
+    return _thread_count() == 1 and not sys.modules["torch"].cuda.is_initialized()
 
 
 def _thread_count() -> int:
@@ -425,7 +453,11 @@ def _load_module(job: Job) -> ModuleType:
         raise ImportError(f"cannot load the test module {job.module} from {job.module_file}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[job.module] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[job.module]
+        raise
     return module
 
 

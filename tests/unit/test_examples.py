@@ -11,6 +11,8 @@ import pytest
 
 import deepspeed
 
+pytestmark = pytest.mark.slow
+
 SHARED_ENCODER = Path(__file__).resolve().parents[2] / "examples" / "shared_encoder" / "train.py"
 ZERO_INIT = SHARED_ENCODER.parents[1] / "zero_init" / "train.py"
 PATHS = ("encoder, main path only", "encoder, auxiliary only", "encoder, both", "decoder")

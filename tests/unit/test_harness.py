@@ -17,20 +17,30 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).resolve().parents[1]
 on_linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes by /proc")
 
-HEADER = """
-import os, signal, subprocess, sys, time
-import pytest, torch
-import torch.distributed as dist
+# Without torch, which the session itself does not need, and which takes seconds to import.
+LIGHT_HEADER = """
+import os, signal, subprocess, sys, threading, time
+import pytest
 from unit.common import DistributedFixture, DistributedTest
 
 def rank(): return int(os.environ["RANK"])
 """
+HEADER = (
+    LIGHT_HEADER
+    + """
+import torch
+import torch.distributed as dist
+"""
+)
 
 OUTCOMES = """
 class TestOutcome(DistributedTest):
@@ -209,6 +219,15 @@ class TestEnvironment(DistributedTest):
         assert rank() == dist.get_rank() and int(os.environ["MASTER_PORT"]) > 0
 
 
+IMPORTED_IN = os.getpid()
+
+class TestImport(DistributedTest):
+    world_size = 2
+
+    def test_ahead_of_the_ranks(self):
+        assert os.getppid() == IMPORTED_IN
+
+
 class TestNotInitialized(DistributedTest):
     world_size = 2
     init_distributed = False
@@ -298,6 +317,19 @@ def test_plain_function(written_by_two, content, tmp_path):
 """
 
 
+# No rank may be forked from a process with two threads: one lock that the other thread holds stays locked for ever.
+STARTS_A_THREAD = """
+threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+IMPORTED_IN = os.getpid()
+
+class TestThread(DistributedTest):
+    world_size = 1
+
+    def test_imported_by_the_rank_itself(self):
+        assert os.getpid() == IMPORTED_IN and os.getppid() != os.getpid()
+"""
+
+
 @dataclass(frozen=True)
 class Result:
     """How one test ended, taken from the junit report."""
@@ -311,7 +343,8 @@ class Result:
 
 def run_pytest(folder: Path, *arguments: str, mark: str = "") -> subprocess.Popen[str]:
     """Start pytest on a folder, in a session of its own, with this tree's plugin."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTEST_ADDOPTS", "RANK")}
+    ours = ("PYTEST_ADDOPTS", "RANK", "PYTEST_XDIST_WORKER")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
     paths = [str(TESTS), str(TESTS.parent), environment.get("PYTHONPATH", "")]
     environment.update(PYTHONPATH=os.pathsep.join(filter(None, paths)), HARNESS_MARK=mark, DS_ACCELERATOR="cpu")
     # deepspeed only, because ranks initialise through it: nothing here makes an optimizer.
@@ -345,6 +378,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Call
     for name, body in {"outcomes": OUTCOMES, "parameters": PARAMETERS}.items():
         folder = tmp_path_factory.mktemp(name)
         (folder / f"test_{name}.py").write_text(HEADER + body)
+        if name == "parameters":
+            (folder / "test_threads.py").write_text(LIGHT_HEADER + STARTS_A_THREAD)
         runs[name] = folder, run_pytest(folder, "--junitxml=report.xml", "-o", "junit_logging=all")
 
     def results(name: str) -> dict[str, Result]:
@@ -493,6 +528,8 @@ def test_everything_else_passes(parameters: dict[str, Result]) -> None:
         "TestFixture::test_reads[c1]",
         "TestNotInitialized::test_master_port_is_free",
         "TestReuse::test_fourth",
+        "TestImport::test_ahead_of_the_ranks",
+        "TestThread::test_imported_by_the_rank_itself",
     ):
         assert name in others
 
@@ -555,7 +592,9 @@ class TestServer(DistributedTest):
         time.sleep(100)
 
     def test_new_server(self):
-        dist.barrier()
+        import torch
+
+        torch.distributed.barrier()
 """
 
 
@@ -582,7 +621,7 @@ def processes_with(mark: str) -> list[int]:
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL], ids=["interrupt", "kill"])
 def test_nothing_outlives_the_session(tmp_path: Path, signal_number: int) -> None:
     mark = uuid.uuid4().hex
-    (tmp_path / "test_sleeper.py").write_text(HEADER + SLEEPER)
+    (tmp_path / "test_sleeper.py").write_text(LIGHT_HEADER + SLEEPER)
     process = run_pytest(tmp_path, "-s", "-k", "test_sleep", mark=mark)
     assert process.stdout is not None
     lines = []
@@ -603,7 +642,7 @@ def test_nothing_outlives_the_session(tmp_path: Path, signal_number: int) -> Non
 @on_linux
 def test_the_death_of_the_server_costs_one_test(tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
-    (tmp_path / "test_server.py").write_text(HEADER + SERVER_KILLER)
+    (tmp_path / "test_server.py").write_text(LIGHT_HEADER + SERVER_KILLER)
     output = run_pytest(tmp_path, mark=mark).communicate(timeout=60)[0]
     assert "1 failed, 1 passed" in output, output
     assert "the process that ranks are forked from is gone" in output
@@ -628,6 +667,47 @@ def test_selection_and_stop_at_the_first_failure(tmp_path: Path) -> None:
         def test_four(self):
             pass
     """
-    (tmp_path / "test_selected.py").write_text(HEADER + textwrap.dedent(body))
+    (tmp_path / "test_selected.py").write_text(LIGHT_HEADER + textwrap.dedent(body))
     output = run_pytest(tmp_path, "-q", "-x", "-k", "not one").communicate(timeout=60)[0]
     assert re.match(r"1 failed, 1 passed, 1 deselected in", output.strip().splitlines()[-1]), output
+
+
+# -------------------------------------------------------------------------------------------- processes side by side
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "lanes"),
+    [
+        ([str(TESTS)], {}, 2),
+        ([str(TESTS / "unit" / "utils"), __file__], {}, 2),
+        ([__file__], {}, None),
+        ([f"{__file__}::test_lanes"], {}, None),
+        ([str(TESTS)], {"numprocesses": 0}, None),
+        ([str(TESTS)], {"tx": ["popen"]}, None),
+        ([str(TESTS)], {"usepdb": True}, None),
+        ([str(TESTS)], {"capture": "no"}, None),
+        ([str(TESTS)], {"collectonly": True}, None),
+        ([str(TESTS)], {"xdist": False}, None),
+    ],
+)
+def test_lanes(
+    arguments: list[str],
+    options: dict[str, object],
+    lanes: int | None,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Folders are run in one process per processor, unless an option or a test that is meant alone says otherwise."""
+    conftest = request.config.pluginmanager.get_plugin(str(TESTS / "conftest.py"))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.setattr(conftest, "_processors", lambda: 2)
+    monkeypatch.setattr(conftest, "GPU", TESTS / "no such file")
+    defaults = {"numprocesses": None, "dist": "no", "tx": [], "usepdb": False, "capture": "fd", "collectonly": False}
+    plugins = SimpleNamespace(hasplugin=lambda name: name == "xdist" and options.get("xdist", True))
+    config = SimpleNamespace(option=SimpleNamespace(**{**defaults, **options}), args=arguments, pluginmanager=plugins)
+    before = vars(config.option).copy()
+    conftest.pytest_cmdline_main(config)
+    if lanes is None:
+        assert vars(config.option) == before
+    else:
+        assert (config.option.numprocesses, config.option.dist) == (lanes, "loadfile")

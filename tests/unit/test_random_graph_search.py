@@ -15,6 +15,8 @@ from unit.mutations import MUTATIONS, ROOT, copy_package
 from unit.random_graphs.broken import FAULT, BrokenJob
 from unit.random_graphs.searching import Ranks, search, write_script
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.skipif(len(PHASES) == 1, reason="nothing is to be made smaller (DS_TEST_SHRINK=0)")
 def test_a_fault_is_found_made_small_and_shown_by_a_program(tmp_path: Path) -> None:

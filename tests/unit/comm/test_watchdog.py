@@ -24,6 +24,8 @@ from deepspeed.comm.watchdog import CollectiveError, CollectiveTimeoutError
 from deepspeed.comm.watchdog_peers import own_hosts
 from unit.common import DistributedTest
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = 1.5
 
 

@@ -36,7 +36,9 @@ def deepspeed(folder, text, *flags, user_args=()):
 
 
 def test_ranks_on_cpu_as_many_as_asked_for_and_the_exit_status(tmp_path):
-    text = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:]); sys.exit(3)"
+    said = "f\"{os.environ['RANK']} {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n\""
+    # in one write: the ranks' output is not buffered, and pieces of lines could mix
+    text = f"import os, sys; os.write(1, {said}.encode()); sys.exit(3)"
     process = deepspeed(
         tmp_path, text, "--num_accelerators", "3", "--log_level", "error", user_args=["--num_gpus", "1"]
     )

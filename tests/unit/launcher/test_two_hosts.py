@@ -19,6 +19,8 @@ from deepspeed.launcher import runner
 from unit.launcher import fake_launchers
 from unit.launcher.test_launch import TIMEOUT_S, free_port, runs
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 
 # What a rank finds, without the seconds that training takes.

@@ -295,10 +295,13 @@ class EngineRun:
         assert any(mass.values()), "the reference is zero everywhere, nothing would be compared"
         tolerance = reduction_tolerance(case, case.windows[number])
         average = sum(mass.values()) / len(mass)
-        for other, values in (("the naive reducer", naive), ("plain autograd", own)):
+        # Where a 16-bit graph branches, autograd sums gradients in 16 bit, in an order of its own; what cancels there
+        # is in no parameter's mass. The naive reducer was given the very same contributions.
+        arithmetic = max(tolerance, ARITHMETIC[case.dtype])
+        for other, values, part in (("the naive reducer", naive, tolerance), ("plain autograd", own, arithmetic)):
             for name, value in actual.items():
                 error = (value - values[name].view_as(value)).norm().item()
-                allowed = tolerance * max(mass[name], 1e-2 * average) if mass[name] else 0.0
+                allowed = part * max(mass[name], 1e-2 * average) if mass[name] else 0.0
                 assert error <= allowed + rounding[name], (
                     f"window {number}: gradient of {name} differs from {other} by {error:.3e}, allowed are"
                     f" {allowed + rounding[name]:.3e}; norm {value.norm().item():.6e}, expected"

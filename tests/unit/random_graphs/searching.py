@@ -69,9 +69,6 @@ class Ranks:
 
     def run(self, case: Case) -> None:
         """Raises WrongCase unless all ranks pass."""
-        group = self._groups.get(case.world_size)
-        if group is None or not group.usable:
-            group = self._groups[case.world_size] = RankGroup(get_server(), case.world_size)
         job = Job(
             module=self._job.__module__,
             module_file=str(sys.modules[self._job.__module__].__file__),
@@ -83,6 +80,9 @@ class Ranks:
             directory=os.getcwd(),
             environment=dict(os.environ),
         )
+        group = self._groups.get(case.world_size)
+        if group is None or not group.usable:
+            group = self._groups[case.world_size] = RankGroup(get_server(job), case.world_size)
         outcomes = group.run(job, TIMEOUT, IDLE_TIMEOUT)
         if any(outcome.kind != "passed" for outcome in outcomes):
             raise WrongCase(_told(outcomes))

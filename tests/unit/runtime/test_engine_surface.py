@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import resource
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -146,7 +146,7 @@ class TestSurface(DistributedTest):
         for name in _UNBUILT:
             with pytest.raises(NotImplementedError, match=rf"\b{name}\b"):
                 getattr(engine, name)()
-        for name in deepspeed._unbuilt:
+        for name in deepspeed.unbuilt.NAMES["deepspeed"]:
             with pytest.raises(NotImplementedError, match=rf"\b{name}\b"):
                 getattr(deepspeed, name)
             assert not hasattr(deepspeed, name)
@@ -196,19 +196,10 @@ def test_importing_is_silent_and_starts_nothing() -> None:
 
 
 def test_importing_takes_little_longer_than_torch() -> None:
-    """Processor time, the least of three, so that a busy machine does not decide."""
-
-    def seconds(module: str) -> float:
-        def used() -> float:
-            children = resource.getrusage(resource.RUSAGE_CHILDREN)
-            return children.ru_utime + children.ru_stime
-
-        times = []
-        for _ in range(3):
-            begin = used()
-            python(f"import {module}")
-            times.append(used() - begin)
-        return min(times)
-
-    extra = seconds("deepspeed") - seconds("torch")
+    """Processor time, the least of three where it must be, so that a busy machine does not decide."""
+    program = "import time, torch; begin = time.process_time(); import deepspeed; print(time.process_time() - begin)"
+    extra = math.inf
+    for _ in range(3):
+        if extra >= 1.0:
+            extra = min(extra, float(python(program)))
     assert extra < 1.0, f"import deepspeed takes {extra:.2f} s longer than import torch"

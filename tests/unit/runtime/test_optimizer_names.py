@@ -80,6 +80,9 @@ def test_nothing_is_compiled_for_parameters_on_the_cpu(monkeypatch: pytest.Monke
     for name in ("Adam", "AdamW", "Adagrad", "Lion", "Lamb", "Muon", "SGD"):
         resolve(name, {"lr": 0.1})
     resolve("AdamW", {"bias_correction": False})
+    monkeypatch.setattr(named_optimizers.Request, "devices", lambda request: {"cuda"})
+    with pytest.raises(AssertionError, match="is compiled"):  # elsewhere it is, and this test would notice
+        resolve("AdamW", {"lr": 0.1})
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -19,6 +19,8 @@ from unit.graphs import weights_of
 from unit.runtime import precision_loop as plain
 from unit.runtime.precision_loop import MixedNet, PlainLoop, Recipe
 
+pytestmark = pytest.mark.slow
+
 WINDOWS = 10
 CLIP = 0.15
 READ_IN = (0, 6)  # windows whose gradients are read; reading settles, so that the others go another way

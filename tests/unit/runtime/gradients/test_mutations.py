@@ -316,7 +316,7 @@ def parked_kept_over_the_window(patch: pytest.MonkeyPatch) -> None:
 
 
 def aborted_backward_counts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GradientReducer, "abort_backward", lambda self, reason: self._park())
+    patch.setattr(GradientReducer, "abort_backward", lambda self, reason, announced=False: self._park())
 
 
 def released_memory_is_reused(patch: pytest.MonkeyPatch) -> None:
