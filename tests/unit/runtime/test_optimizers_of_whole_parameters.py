@@ -20,6 +20,7 @@ from unit.reference import reference_gradients
 from unit.runtime import engine_cases as cases
 
 STEPS = 3
+ROUNDING = {"rtol": 1e-4, "atol": 2e-5}  # of sums in fp32, after orthogonalization
 HOST = {"offload_optimizer": {"device": "cpu"}}
 WAYS: list[tuple[int, dict[str, Any]]] = [
     (0, {}),
@@ -104,7 +105,7 @@ class TestWholeParameters(DistributedTest):
             cases.check_same_on_all_ranks(engine.module)
             for name, weight in weights_of(engine.module).items():
                 note = f"{kind}, stage {stage} with {zero}: {name}"
-                torch.testing.assert_close(weight.double(), expected[name], rtol=1e-4, atol=2e-5, msg=note)
+                torch.testing.assert_close(weight.double(), expected[name], **ROUNDING, msg=note)
                 if name.startswith(("first", "last")):
                     assert not torch.equal(weight, start[name])
             engine.destroy()
@@ -145,7 +146,9 @@ class TestCheckpointsOfWholeParameters(DistributedTest):
 
     @pytest.mark.parametrize("kind", ["Muon", "Lamb"])
     def test_training_goes_on_after_loading(self, kind: str, tmpdir: Any) -> None:
+        """Bit by bit, unless another stage adds in another order: orthogonalization (Muon) makes more of that."""
         for saved, loaded in ((2, 2), (3, 3), (1, 3)):
+            rounding = {"rtol": 0.0, "atol": 0.0} if saved == loaded else ROUNDING
             one = cases.make_engine(config_of(kind, saved, {}))
             train(one, range(2))
             one.save_checkpoint(str(tmpdir), tag=f"{saved}{loaded}")
@@ -155,6 +158,6 @@ class TestCheckpointsOfWholeParameters(DistributedTest):
             train(other, range(2, 4))
             for name, weight in weights_of(one.module).items():
                 again = weights_of(other.module)[name]
-                torch.testing.assert_close(again, weight, rtol=1e-5, atol=1e-6, msg=f"{kind} {saved} {loaded}: {name}")
+                torch.testing.assert_close(again, weight, **rounding, msg=f"{kind} {saved} {loaded}: {name}")
             one.destroy()
             other.destroy()
