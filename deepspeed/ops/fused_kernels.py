@@ -2,6 +2,7 @@
 """The CUDA kernels of optimizers: compiled on first use, called with addresses of tensors."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -42,13 +43,25 @@ class TensorUpdate:
 
     def narrow(self, offset: int, numel: int) -> "TensorUpdate":
         """The same of a part; all tensors are 1-D."""
+        return self.part(offset, self.grad.narrow(0, offset, numel))
+
+    def part(self, offset: int, grad: torch.Tensor) -> "TensorUpdate":
+        """Of a part, from ``offset`` on, that has another gradient."""
+        numel = grad.numel()
         return TensorUpdate(
             self.param.narrow(0, offset, numel),
-            self.grad.narrow(0, offset, numel),
+            grad,
             [state.narrow(0, offset, numel) for state in self.states],
             self.step,
             None if self.low is None else self.low.narrow(0, offset, numel),
         )
+
+    def in_parts(self, grads: Sequence[torch.Tensor]) -> list["TensorUpdate"]:
+        """One for each of the tensors in which the gradient lies end to end."""
+        if len(grads) == 1:
+            return [self]
+        offsets = itertools.accumulate((grad.numel() for grad in grads), initial=0)
+        return [self.part(offset, grad) for offset, grad in zip(offsets, grads)]
 
 
 @dataclass

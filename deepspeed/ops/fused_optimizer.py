@@ -27,6 +27,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     BUILDER = ""  # class name in deepspeed.ops.op_builder
+    takes_parts = True  # whether the gradient of ``step_flat`` may lie in several tensors
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], set_grad_none: bool = True) -> None:
         super().__init__(params, defaults)
@@ -89,7 +90,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         for group in self.param_groups:
             updates = [
-                self._prepare(parameter, parameter.grad, self.state[parameter], group, low_precision.get(parameter))
+                self._prepare(parameter, [parameter.grad], self.state[parameter], group, low_precision.get(parameter))
                 for parameter in group["params"]
                 if parameter.grad is not None
             ]
@@ -101,7 +102,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step_flat(
         self,
         master: torch.Tensor,
-        gradient: torch.Tensor,
+        gradient: torch.Tensor | Sequence[torch.Tensor],
         state: dict[str, Any],
         group: dict[str, Any],
         low_precision: torch.Tensor | None = None,
@@ -111,34 +112,37 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Args:
             master: 1-D, updated in place.
-            gradient: of the same size; fp32, bf16 or fp16. Left as it is.
+            gradient: of the same size, in one tensor or, where ``takes_parts``, in several 1-D ones end to end; fp32,
+                bf16 or fp16. Left as it is.
             state: the optimizer's state of ``master``; filled in the first step.
             group: the parameter group that says learning rate and so on.
             low_precision: of the same size; receives the new values, rounded.
             grad_scale: by which the gradient is multiplied, such as a clipping factor: a number, or a 0-dim tensor on
                 the device that the host does not wait for.
         """
-        update = self._prepare(master, gradient, state, group, low_precision)
+        gradients = [gradient] if isinstance(gradient, torch.Tensor) else list(gradient)
+        update = self._prepare(master, gradients, state, group, low_precision)
         self._advance([update])
-        self._update([update], group, grad_scale)
+        self._update(update.in_parts(gradients), group, grad_scale)
 
     def _prepare(
         self,
         param: torch.Tensor,
-        grad: torch.Tensor,
+        gradients: Sequence[torch.Tensor],
         state: dict[str, Any],
         group: dict[str, Any],
         low: torch.Tensor | None = None,
     ) -> TensorUpdate:
-        """Check the tensors, and make the state that is missing."""
+        """Check the tensors, and make the state that is missing. The update has the first gradient."""
         name = type(self).__name__
-        if grad.is_sparse:
+        if any(gradient.is_sparse for gradient in gradients):
             raise RuntimeError(f"{name} does not take sparse gradients; use torch.optim.SparseAdam for this parameter")
         if not param.is_floating_point():
             raise RuntimeError(f"{name} updates real floating-point parameters, not {param.dtype}")
-        if grad.numel() != param.numel() or (low is not None and low.numel() != param.numel()):
+        numel = sum(gradient.numel() for gradient in gradients)
+        if numel != param.numel() or (low is not None and low.numel() != param.numel()):
             raise ValueError(
-                f"{name}: sizes differ: {param.numel()} elements of parameter, {grad.numel()} of gradient"
+                f"{name}: sizes differ: {param.numel()} elements of parameter, {numel} of gradient"
                 + ("" if low is None else f", {low.numel()} of low-precision weights")
             )
         if STEP not in state:
@@ -151,7 +155,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         wanted = param.device if group["capturable"] else torch.device("cpu")
         if state[STEP].device != wanted:
             state[STEP] = state[STEP].to(wanted)
-        return TensorUpdate(param, grad, [state[key] for key in self._state_names(group)], state[STEP], low)
+        return TensorUpdate(param, gradients[0], [state[key] for key in self._state_names(group)], state[STEP], low)
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Names of the entries that have the parameter's size, in the order of the kernel."""

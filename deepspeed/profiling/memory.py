@@ -134,7 +134,7 @@ def _gradients(engine: "DeepSpeedEngine", parameters: list[torch.nn.Parameter]) 
     found: list[torch.Tensor | None] = [parameter.grad for parameter in parameters]
     if engine._stepper is not None:
         reducer = engine._stepper.reducer
-        found += reducer.shards
+        found += [tensor for shard in reducer.shards for tensor in shard.memory()]
         found += [bucket.local for bucket in reducer.buckets]
     return found
 

@@ -15,6 +15,7 @@ from deepspeed.runtime.gradients import autograd_internals as autograd
 from deepspeed.runtime.gradients import collectives
 from deepspeed.runtime.gradients.arithmetic import exact_sum_of_squares, sum_of_squares
 from deepspeed.runtime.gradients.backward_scope import BackwardScope, watch_end
+from deepspeed.runtime.gradients.gradient_shard import GradientShard, shard_values
 from deepspeed.runtime.gradients.ledger import ParameterRecord
 from deepspeed.runtime.gradients.reducer import GradientReducer
 from deepspeed.runtime.gradients.self_check import GradientCheck
@@ -427,7 +428,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def _take_over_written(self) -> None:
         """Weights that the program has written to are what the step begins at, where there are masters beside them."""
 
-    def _update(self, shards: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    def _update(self, shards: list[GradientShard], factor: float | torch.Tensor) -> None:
         """Step the inner optimizer with ``factor`` times ``shards`` as gradient and write the model's weights.
         ``shards`` may be overwritten."""
         raise NotImplementedError
@@ -477,7 +478,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     # ------------------------------------------------------------------ norm, overflow, clipping
 
-    def _global_norm(self, shards: list[torch.Tensor]) -> GradientNorm | None:
+    def _global_norm(self, shards: list[GradientShard]) -> GradientNorm | None:
         """L2 norm of the true gradient over all parameters of the world; read by the host where overflow is checked."""
         if not self.compute_grad_norm:
             return None
@@ -488,30 +489,30 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return norm
 
     def _reduce_sum_of_squares(
-        self, shards: list[torch.Tensor], square: Callable[[torch.Tensor], torch.Tensor]
+        self, shards: list[GradientShard], square: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.reducer.device)
-        for shard in shards:
-            total += square(shard).to(total.device)
+        for values in shard_values(shards):
+            total += square(values).to(total.device)
         if not self.reducer.layout.replicated:
             collectives.sum_over_ranks(total, self.reducer.group)
         if self.mpu is not None and hasattr(self.mpu, "get_model_parallel_group"):
             collectives.sum_over_ranks(total, self.mpu.get_model_parallel_group())
         return total
 
-    def _overflowed(self, norm: GradientNorm | None, shards: list[torch.Tensor]) -> bool:
+    def _overflowed(self, norm: GradientNorm | None, shards: list[GradientShard]) -> bool:
         if not self.check_overflow_enabled:
             return False
         if norm is not None:
             return not math.isfinite(norm.read())
         bad = torch.zeros((), dtype=torch.float64, device=self.reducer.device)
-        for shard in shards:
-            bad += (~torch.isfinite(shard)).any().to(bad.device)
+        for values in shard_values(shards):
+            bad += (~torch.isfinite(values)).any().to(bad.device)
         if not self.reducer.layout.replicated:
             collectives.sum_over_ranks(bad, self.reducer.group)
         return bad.item() > 0
 
-    def _explain_overflow(self, shards: list[torch.Tensor]) -> str:
+    def _explain_overflow(self, shards: list[GradientShard]) -> str:
         """Log that the step is skipped. Where no loss scale adapts to it, also say whose gradients are not finite;
         collective then, and the answer is the same on every rank."""
         scale, scaler = self.loss_scale, self.loss_scaler
@@ -523,14 +524,14 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         log_dist(f"step skipped, {reason}{note}", ranks=[0], level=level)
         return culprits
 
-    def _non_finite_parameters(self, shards: list[torch.Tensor]) -> list[str]:
+    def _non_finite_parameters(self, shards: list[GradientShard]) -> list[str]:
         """Names, in the model's order, of parameters whose gradient is not finite on some rank. Collective."""
         records = self.reducer.ledger.records
         bad = torch.zeros(len(records), device=self.reducer.device)
         for group in self.reducer.layout.groups:
-            infinite = ~torch.isfinite(shards[group.index])
             for _, record, begin, end, start in group.local_ranges():
-                bad[record.index] = infinite[start : start + end - begin].any()
+                values = shards[group.index].narrow(0, start, end - begin)
+                bad[record.index] = (~torch.isfinite(values)).any()
         if not self.reducer.layout.replicated:
             collectives.sum_over_ranks(bad, self.reducer.group)
         return [record.name for record, count in zip(records, bad.tolist()) if count]

@@ -80,7 +80,7 @@ class BF16_Optimizer(DeepSpeedZeroOptimizer):
     @property
     def fp32_groups_gradients_flat(self) -> list[torch.Tensor | None]:
         """This rank's slice of each flat group's reduced gradient; None while nothing is reduced."""
-        return [shard if self.reducer.ledger.reduced else None for shard in self.reducer.shards]
+        return [shard.flat() if self.reducer.ledger.reduced else None for shard in self.reducer.shards]
 
     @property
     def fp32_groups_gradients(self) -> list[list[torch.Tensor]]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from deepspeed.runtime.gradients import collectives
+from deepspeed.runtime.gradients.gradient_shard import GradientShard
 from deepspeed.runtime.gradients.layout import FlatGroup, master_dtype
 from deepspeed.runtime.gradients.ledger import ParameterRecord
 
@@ -144,8 +145,8 @@ class ParameterLink:
     def leads_to(self, optimizer: Any) -> bool:
         return self._optimizer() is optimizer
 
-    def own_part(self, shard: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of the parameter, out of a 1-D tensor laid out like the group's shard."""
+    def own_part(self, shard: torch.Tensor | GradientShard) -> torch.Tensor:
+        """This rank's elements of the parameter, out of a gradient shard or a 1-D tensor laid out like it."""
         return shard.narrow(0, self.shard_begin, self.end - self.begin)
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:

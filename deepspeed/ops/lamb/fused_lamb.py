@@ -45,6 +45,7 @@ class FusedLamb(FusedOptimizer):
     """
 
     BUILDER = "FusedLambBuilder"
+    takes_parts = False  # norms are of whole parameters
     _partitioned: PartitionedTensors | None = None
 
     def __init__(
@@ -130,7 +131,7 @@ class FusedLamb(FusedOptimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     state, low = self.state[parameter], low_precision.get(parameter)
-                    update = self._prepare(parameter, parameter.grad, state, group, low)
+                    update = self._prepare(parameter, [parameter.grad], state, group, low)
                     on_device.setdefault(parameter.device, []).append((parameter, update))
             for updates in on_device.values():
                 self._step_group(updates, group, factor)
@@ -147,7 +148,7 @@ class FusedLamb(FusedOptimizer):
     ) -> None:
         """As ``FusedOptimizer.step_flat``. Collective where parameters are partitioned; ``master`` is then one of the
         tensors that ``use_partitioned`` got."""
-        update = self._prepare(master, gradient, state, group, low_precision)
+        update = self._prepare(master, [gradient], state, group, low_precision)
         self._step_group([(master, update)], group, grad_scale)
 
     def get_lamb_coeffs(self) -> list[float]:

@@ -13,6 +13,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.gradients.arithmetic import scale_each
 from deepspeed.runtime.gradients.autograd_internals import copy_each
+from deepspeed.runtime.gradients.gradient_shard import GradientShard, shard_values
 from deepspeed.runtime.gradients.layout import (
     FlatGroup,
     Replicated,
@@ -100,7 +101,7 @@ class ReplicatedOptimizer(ZeROOptimizer):
         """Each parameter's part of the reduced gradient; kept, since they are asked for three times in a step. What is
         handed out is another tensor over the same memory: its ``.data`` may come to point elsewhere."""
         shards = self.reducer.shards
-        addresses = [shard.data_ptr() for shard in shards]
+        addresses = [memory.data_ptr() for shard in shards for memory in shard.memory()]
         if addresses != self._viewed:
             self._viewed = addresses
             self._views = [
@@ -166,10 +167,10 @@ class ReplicatedOptimizer(ZeROOptimizer):
             take_over(self.masters[record], record.parameter)
 
     @torch.no_grad()
-    def _update(self, shards: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    def _update(self, shards: list[GradientShard], factor: float | torch.Tensor) -> None:
         in_one_pass = isinstance(self.optimizer, FusedOptimizer)
         if not in_one_pass:
-            scale_each(shards, factor)
+            scale_each(shard_values(shards), factor)
         low: dict[torch.Tensor, torch.Tensor] = {}
         for record, view in self._gradient_views():
             master = self.masters[record]

@@ -8,6 +8,7 @@ import torch
 from deepspeed.runtime.gradients import arithmetic
 from deepspeed.runtime.gradients.arithmetic import add_scaled, add_scaled_each, assign_scaled
 from deepspeed.runtime.gradients.autograd_internals import copy_each
+from deepspeed.runtime.gradients.gradient_shard import GradientShard
 from deepspeed.runtime.gradients.layout import BucketPlan
 from deepspeed.runtime.gradients.ledger import Move, ParameterRecord
 from deepspeed.runtime.gradients.streams import HostOrder
@@ -167,7 +168,7 @@ class Bucket:
     def land(
         self,
         parts: list[torch.Tensor],
-        shard: torch.Tensor,
+        shard: GradientShard,
         scale: float,
         deliver: Callable[..., None] = arithmetic.deliver,
     ) -> None:
@@ -176,8 +177,9 @@ class Bucket:
         ``deliver`` is that of ``arithmetic``, or does the same for a shard elsewhere.
         """
         if parts:
-            target = shard.narrow(0, self.plan.shard_offset, parts[0].numel())
-            deliver(target, parts, scale, add=self.landed)
+            offset = self.plan.shard_offset
+            for target, begin, end in shard.pieces(offset, offset + parts[0].numel()):
+                deliver(target, [part[begin:end] for part in parts], scale, add=self.landed)
         self.landed = True
         for piece in self.plan.pieces:
             piece.record.piece_landed()

@@ -21,12 +21,19 @@ from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.gradients.arithmetic import deliver
 from deepspeed.runtime.gradients.backward_scope import BackwardScope
 from deepspeed.runtime.gradients.buckets import Bucket, BufferPool, CommBuffer
+from deepspeed.runtime.gradients.gradient_shard import GradientShard, Keeping
 from deepspeed.runtime.gradients.host_landing import HostLanding
 from deepspeed.runtime.gradients.host_memory import HostMemory
-from deepspeed.runtime.gradients.layout import FlatGroup, ShardLayout
+from deepspeed.runtime.gradients.layout import BucketPlan, FlatGroup, ShardLayout
 from deepspeed.runtime.gradients.ledger import GradientAccountingError, Ledger, ParameterRecord, Phase, stray_message
 from deepspeed.runtime.gradients.streams import order_for
 from deepspeed.utils.nvtx import profiler_range
+
+# Device types on which freed memory goes back to the system: new pages each step cost more than holding them does.
+HOLDING = {"cpu"}
+
+# Bytes of a communication buffer from which it is worth making its views anew in each window.
+LARGE_BUFFER = 1 << 25
 
 _serials = itertools.count(1)  # engines are made in the same order on every rank
 
@@ -50,6 +57,7 @@ class ReductionSettings:
         settles_in_backward: a backward that reduced leaves nothing behind, on any rank, because its result is shown
             (stage 0); otherwise what came late may wait for ``step()``.
         host_memory: of shards that rest on the host.
+        shard_in_parts: the optimizer takes a shard in several tensors.
     """
 
     every_backward: bool
@@ -63,6 +71,7 @@ class ReductionSettings:
     gathers_in_backward: bool = False
     settles_in_backward: bool = False
     host_memory: HostMemory = HostMemory()
+    shard_in_parts: bool = False
 
 
 @dataclass(eq=False)
@@ -108,6 +117,7 @@ class GradientReducer:
         self.order.watch("gradient reduction")
         self._lane = watchdog.lane(group, f"gradients of engine {ledger.serial}")
         self.rests_on_host = any(group.on_host for group in layout.groups)
+        self._holds_memory = self.device.type in HOLDING
         self.pool = BufferPool()
         self.buckets = self._make_buckets()
         # With half a bucket there (in fp32), the communication buffers and .grad are still below two whole ones.
@@ -116,7 +126,7 @@ class GradientReducer:
         for bucket in self.buckets:
             for piece in bucket.plan.pieces:
                 self._buckets_of[piece.record.index].append(bucket)
-        self.shards: list[torch.Tensor | None] = [None] * len(layout.groups)
+        self.shards = [self._make_shard(group) for group in layout.groups]
         self.window_loss_scale = 1.0
         # the scale of other ranks' backwards, for a window in which this rank has none
         self.current_loss_scale: Callable[[], float] = lambda: 1.0
@@ -314,6 +324,8 @@ class GradientReducer:
         self._lane.note("reduce bucket", bucket.label, key=bucket.position + 1)
         with torch.no_grad(), profiler_range(bucket.label):
             data = bucket.fill(buffers[0].data, self.order, self._factor, before)
+            # Before the side stream is let go on: so it waits for whoever had this memory before.
+            self._provide_shard(plan)
             self.order.fork()
             with self.order.side():
                 reduction = collectives.reduce_buffer(
@@ -348,7 +360,7 @@ class GradientReducer:
                 self._await(flight.reduction.work, bucket)
             away = self.layout.groups[bucket.plan.group].on_host
             add = self.landing.deliver if away else deliver
-            bucket.land(flight.reduction.parts, self._shard(bucket.plan.group), flight.scale, add)
+            bucket.land(flight.reduction.parts, self.shards[bucket.plan.group], flight.scale, add)
             for buffer in flight.buffers:
                 buffer.mark = self.order.mark()
 
@@ -366,19 +378,32 @@ class GradientReducer:
                 " equally often",
             ) from error
 
-    def _shard(self, group_index: int) -> torch.Tensor:
-        """This rank's shard of a group, allocated with the padding zeroed when first needed."""
-        shard = self.shards[group_index]
-        if shard is None:
-            group = self.layout.groups[group_index]
-            accum = self._accum_dtype(group)
-            dtype = torch.float32 if accum is torch.float16 else accum
-            if group.on_host:
-                shard = self.settings.host_memory.zeros(group.shard_numel, dtype)
-            else:
-                shard = torch.zeros(group.shard_numel, dtype=dtype, device=group.device)
-            self.shards[group_index] = shard
-        return shard
+    def _make_shard(self, group: FlatGroup) -> GradientShard:
+        """This rank's share of a group's gradient, without memory yet."""
+        accum = self._accum_dtype(group)
+        dtype = torch.float32 if accum is torch.float16 else accum
+        if group.on_host:
+            return GradientShard(group, dtype, lambda numel: self.settings.host_memory.zeros(numel, dtype))
+        if self.layout.replicated or self._holds_memory:  # stage 0 publishes views of it
+            return GradientShard(group, dtype, lambda numel: torch.zeros(numel, dtype=dtype, device=group.device))
+        keeping = Keeping.PARTS if self.settings.shard_in_parts else Keeping.WINDOW
+        return GradientShard(group, dtype, lambda numel: torch.empty(numel, dtype=dtype, device=group.device), keeping)
+
+    def _provide_shard(self, plan: BucketPlan) -> None:
+        """Memory for what the collective of a bucket brings."""
+        if plan.result is not None:
+            begin, end = plan.result
+            self.shards[plan.group].provide(plan.shard_offset, plan.shard_offset + end - begin)
+
+    def _free_memory(self) -> None:
+        """Between windows, where memory of the device is held only while it is needed: forward has more use for it."""
+        if self._holds_memory:
+            return
+        self.order.join()  # the memory returns to the current stream, and the side stream may still write there
+        for shard in self.shards:
+            shard.end_window()
+        if any(buffer.data.nbytes >= LARGE_BUFFER for buffer in self.pool.buffers()):
+            self.free_buffers()
 
     def _park(self) -> None:
         """Move what still lies in ``.grad`` to the local accumulation buffers."""
@@ -432,7 +457,18 @@ class GradientReducer:
                 break
         self.order.join()
         self.await_host_shards()
+        self._check_landed()
         return verdict.usable
+
+    def _check_landed(self) -> None:
+        """GradientAccountingError, on all ranks, if a round has ended without one of its buckets: the shards would hold
+        what was in their memory before."""
+        missing = [bucket.position + 1 for bucket in self.buckets if not bucket.landed]
+        if self.ledger.reduced and missing:
+            raise GradientAccountingError(
+                f"rank {self.ledger.rank}: gradient buckets {missing[:10]} of {len(self.buckets)} were not reduced in"
+                " this window, though others were"
+            )
 
     def await_host_shards(self) -> None:
         """What was copied to shards on the host has arrived. The host waits, if there are any."""
@@ -448,11 +484,12 @@ class GradientReducer:
             bucket.add_local_to(full, record, self._unit())
         return full.view(record.shape)
 
-    def synchronize(self) -> list[torch.Tensor]:
+    def synchronize(self) -> list[GradientShard]:
         """Before the optimizer's step: settle, check the accounts, and return this rank's shards of the true gradient.
 
         Returns:
-            one 1-D tensor per flat group, ``shard_numel`` elements, zero in the padding. Valid until ``start_window``.
+            one per flat group, ``shard_numel`` elements, zero in the padding. Valid until ``start_window``; without
+            memory if no rank has run a backward.
 
         Raises:
             GradientAccountingError: a contribution is missing or was counted twice; names the parameters.
@@ -463,7 +500,7 @@ class GradientReducer:
             raise GradientAccountingError(
                 f"rank {self.ledger.rank}: a gradient bucket is still in use at the end of the window"
             )
-        return [self._shard(group.index) for group in self.layout.groups]
+        return self.shards
 
     def start_window(self) -> None:
         """Begin the next window after a step."""
@@ -472,6 +509,7 @@ class GradientReducer:
             bucket.drop()
             if not keep_local:
                 bucket.free_local()
+        self._free_memory()
         self.ledger.start_window()
 
     def drop_window(self) -> None:
@@ -497,7 +535,8 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.free_local()
             bucket.forget_views()
-        self.shards = [None] * len(self.layout.groups)
+        for shard in self.shards:
+            shard.release()
 
     # ------------------------------------------------------------------ facts
 

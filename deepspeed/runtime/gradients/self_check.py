@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.runtime.gradients.gradient_shard import GradientShard
 from deepspeed.runtime.gradients.self_check_compare import Comparator, Comparison, Rounding
 from deepspeed.runtime.gradients.self_check_config import GradientCheckConfig
 from deepspeed.runtime.gradients.self_check_explain import Explainer
@@ -211,7 +212,7 @@ class GradientCheck:
     # ------------------------------------------------------------------ comparison
 
     @torch.no_grad()
-    def compare(self, shards: Sequence[torch.Tensor], norm: Any, overflow: bool) -> None:
+    def compare(self, shards: Sequence[GradientShard], norm: Any, overflow: bool) -> None:
         """Right before the update: compare. Collective.
 
         Args:
@@ -231,7 +232,7 @@ class GradientCheck:
         self.record.clear()
         self._tell(report)
 
-    def _report(self, optimizer: Any, shards: Sequence[torch.Tensor], norm: Any, overflow: bool) -> StepReport:
+    def _report(self, optimizer: Any, shards: Sequence[GradientShard], norm: Any, overflow: bool) -> StepReport:
         optimizer.reducer.order.join()
         entries = self.record.entries
         target = stepped_by(optimizer, shards, [record.parameter for record in self._records])

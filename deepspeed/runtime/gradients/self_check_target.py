@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from deepspeed.runtime.gradients.gradient_shard import GradientShard
+
 
 @dataclass
 class SteppedRange:
@@ -31,7 +33,7 @@ class Target:
     padding: list[torch.Tensor]
 
 
-def stepped_by(optimizer: Any, shards: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> Target:
+def stepped_by(optimizer: Any, shards: Sequence[GradientShard], parameters: Sequence[torch.nn.Parameter]) -> Target:
     """The gradients in ``shards`` by parameter.
 
     Args:
@@ -56,7 +58,7 @@ class _Placed:
     numel: int
 
 
-def _partitioned(optimizer: Any, shards: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> Target:
+def _partitioned(optimizer: Any, shards: Sequence[GradientShard], parameters: Sequence[torch.nn.Parameter]) -> Target:
     world_rank = optimizer.reducer.channel.rank
     by_memory: dict[int, list[_Placed]] = {}
     for parameter in parameters:
@@ -65,7 +67,7 @@ def _partitioned(optimizer: Any, shards: Sequence[torch.Tensor], parameters: Seq
     target = Target({}, [])
     for index, shard in enumerate(shards):
         own = optimizer.weights.own_slice(index)
-        if own.numel() != shard.numel():  # the weights are elsewhere (in files): only the layout knows
+        if own.numel() != shard.numel:  # the weights are elsewhere (in files): only the layout knows
             _by_layout(optimizer.reducer.layout.groups[index], shard, target)
             continue
         begin = own.storage_offset()
@@ -80,14 +82,14 @@ def _partitioned(optimizer: Any, shards: Sequence[torch.Tensor], parameters: Seq
             found = SteppedRange(placed.first + start - placed.place, gradient)
             target.ranges.setdefault(placed.parameter, []).append(found)
             if start - begin > covered:
-                target.padding.append(shard[covered : start - begin])
+                target.padding += [values for values, _, _ in shard.pieces(covered, start - begin)]
             covered = max(covered, stop - begin)
-        if covered < shard.numel():
-            target.padding.append(shard[covered:])
+        if covered < shard.numel:
+            target.padding += [values for values, _, _ in shard.pieces(covered, shard.numel)]
     return target
 
 
-def _by_layout(group: Any, shard: torch.Tensor, target: Target) -> None:
+def _by_layout(group: Any, shard: GradientShard, target: Target) -> None:
     for _, record, first, last, start in group.local_ranges():
         found = SteppedRange(first, shard.narrow(0, start, last - first))
         target.ranges.setdefault(record.parameter, []).append(found)

@@ -10,6 +10,7 @@ import torch
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.gradients.arithmetic import scale_each
+from deepspeed.runtime.gradients.gradient_shard import GradientShard, shard_values
 from deepspeed.runtime.parameter_handover import replace_parameters
 from deepspeed.runtime.zero.flat_weights import MasterWeights
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -95,7 +96,7 @@ class PartitionedOptimizer(ZeROOptimizer):
     # ------------------------------------------------------------------ the step
 
     @torch.no_grad()
-    def _update(self, shards: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    def _update(self, shards: list[GradientShard], factor: float | torch.Tensor) -> None:
         flat = getattr(self.optimizer, "step_flat", None) is not None
         step = self._step_group_by_group if flat else self._step_together
         with self._writing_weights():
@@ -104,13 +105,13 @@ class PartitionedOptimizer(ZeROOptimizer):
         if flat:
             self.optimizer.step()  # finds no gradient and steps nothing: for its hooks, and whoever counts its steps
 
-    def _step_together(self, batch: Sequence[int], shards: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    def _step_together(self, batch: Sequence[int], shards: list[GradientShard], factor: float | torch.Tensor) -> None:
         """The way of any torch optimizer: it steps on the tensors that have a gradient."""
         stepped = [self.weights.stepped[index] for index in batch]
-        scale_each([shards[index] for index in batch], factor)
+        scale_each(shard_values([shards[index] for index in batch]), factor)
         with self.weights.stepping(batch):
             for index, tensor in zip(batch, stepped):
-                tensor.grad = shards[index].to(tensor.dtype)
+                tensor.grad = shards[index].flat().to(tensor.dtype)
             try:
                 self.optimizer.step()
             finally:
@@ -121,11 +122,11 @@ class PartitionedOptimizer(ZeROOptimizer):
                 self._gather_weights(index)
 
     def _step_group_by_group(
-        self, batch: Sequence[int], shards: list[torch.Tensor], factor: float | torch.Tensor
+        self, batch: Sequence[int], shards: list[GradientShard], factor: float | torch.Tensor
     ) -> None:
         """The way of optimizers that take one tensor with its gradient and state: one pass over each group, while the
         weights of the one before are on their way."""
-        weights = self.weights
+        weights, in_parts = self.weights, takes_parts(self.optimizer)
         for index in batch:
             step_flat = self._flat_step(index)
             target = weights.target(index)
@@ -134,7 +135,7 @@ class PartitionedOptimizer(ZeROOptimizer):
                 in_one_pass = target.dtype != stepped.dtype and target.device == stepped.device
                 step_flat(
                     stepped,
-                    shards[index],
+                    shards[index].memory() if in_parts else shards[index].flat(),
                     self.optimizer.state[stepped],
                     self.optimizer.param_groups[self.reducer.layout.groups[index].param_group],
                     low_precision=target if in_one_pass else None,
@@ -247,8 +248,8 @@ class PartitionedOptimizer(ZeROOptimizer):
             return [movable_data(weights.masters[index]) for index in indices]
         if kind is Kind.lp_grads:
             local = [bucket.local for bucket in reducer.buckets if bucket.local is not None]
-            shards = [shard for index in indices if (shard := reducer.shards[index]) is not None]
-            return [movable_data(tensor) for tensor in (*shards, *local)]
+            reduced = [tensor for index in indices for tensor in reducer.shards[index].memory()]
+            return [movable_data(tensor) for tensor in (*reduced, *local)]
         if kind is Kind.lp_params:
             return self._movable_weights()
         return [movable_data(buffer.data) for buffer in reducer.pool.buffers()]
@@ -285,6 +286,11 @@ class PartitionedOptimizer(ZeROOptimizer):
 
     def add_fragment(self, link: ParameterLink) -> None:
         """Set what outside code reads of a parameter's part."""
+
+
+def takes_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the gradient of ``step_flat`` may lie in several tensors, where the optimizer has that."""
+    return getattr(optimizer, "takes_parts", False)
 
 
 def refuse_unbuilt(stages: str, **requested: Any) -> None:

@@ -30,7 +30,12 @@ from deepspeed.runtime.zero.offload_states import Movable
 from deepspeed.runtime.zero.optimizer_offload import bucket_size, host_memory, place_groups, shard_memory, state_homes
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer, master_dtypes, refuse_unbuilt
+from deepspeed.runtime.zero.partitioned_optimizer import (
+    PartitionedOptimizer,
+    master_dtypes,
+    refuse_unbuilt,
+    takes_parts,
+)
 from deepspeed.runtime.zero.sharded_parameter import ShardedParameter, shard_of
 from deepspeed.runtime.zero.stage3_surface import Stage3Surface
 from deepspeed.utils.tensor_fragment import ParameterLink
@@ -161,6 +166,7 @@ class DeepSpeedZeroOptimizer_Stage3(Stage3Surface, PartitionedOptimizer):
                 predivide=gradient_predivide_factor,
                 prescale=not postscale_gradients,
                 host_memory=host_memory(offload_optimizer_config),
+                shard_in_parts=takes_parts(init_optimizer),
             ),
         )
         scaler = loss_scaler or CreateLossScaler(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.runtime.gradients.gradient_shard import GradientShard
 from deepspeed.runtime.gradients.layout import FlatGroup
 from deepspeed.runtime.zero.sharded_parameter import shard_of
 from deepspeed.utils.tensor_fragment import (
@@ -118,7 +119,7 @@ class Stage3Surface:
                 for record, own in zip(group.records, group.own)
             ]
             for group in self._groups
-            if self.reducer.shards[group.index] is not None
+            if self.reducer.shards[group.index].held
         }
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
@@ -140,7 +141,7 @@ class Stage3Surface:
 
     # ------------------------------------------------------------------ by parameter
 
-    def own_padded(self, link: ParameterLink, flat: torch.Tensor) -> torch.Tensor:
+    def own_padded(self, link: ParameterLink, flat: torch.Tensor | GradientShard) -> torch.Tensor:
         """This rank's part of a parameter, padding included, out of a tensor laid out like the sub-group's shard."""
         return flat.narrow(0, link.shard_begin, shard_of(link.record.parameter).slice_numel)
 

@@ -32,7 +32,12 @@ from deepspeed.runtime.zero.offload_states import (  # noqa: F401 - some are loo
     reload_adam_states,
 )
 from deepspeed.runtime.zero.optimizer_offload import active, bucket_size, host_memory, place_groups, state_homes
-from deepspeed.runtime.zero.partitioned_optimizer import PartitionedOptimizer, master_dtypes, refuse_unbuilt
+from deepspeed.runtime.zero.partitioned_optimizer import (
+    PartitionedOptimizer,
+    master_dtypes,
+    refuse_unbuilt,
+    takes_parts,
+)
 from deepspeed.runtime.zero.stage_1_and_2_surface import PartitionedOptimizerSurface
 
 PADDING_PER_RANK = 2  # a slice is a multiple of so many elements
@@ -145,6 +150,7 @@ class DeepSpeedZeroOptimizer(PartitionedOptimizerSurface, PartitionedOptimizer):
                 predivide=gradient_predivide_factor,
                 prescale=not postscale_gradients,
                 host_memory=host_memory(offload_optimizer_config),
+                shard_in_parts=takes_parts(init_optimizer),
             ),
         )
         scaler = loss_scaler or CreateLossScaler(

@@ -101,7 +101,7 @@ class PartitionedOptimizerSurface:
         result: dict[int, list[torch.Tensor] | None] = {}
         for group in self.reducer.layout.groups:
             shard = self.reducer.shards[group.index]
-            if shard is None or not self.reducer.ledger.reduced:
+            if not shard.held or not self.reducer.ledger.reduced:
                 result[group.index] = None
                 continue
             result[group.index] = [

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed.runtime.gradients import gradient_shard
 from deepspeed.runtime.gradients.buckets import Bucket, BufferPool
+from deepspeed.runtime.gradients.gradient_shard import GradientShard, Keeping
 from deepspeed.runtime.gradients.layout import FlatPartition, Replicated, ShardLayout, make_flat_groups
 from deepspeed.runtime.gradients.ledger import ParameterRecord
 from deepspeed.runtime.gradients.streams import HostOrder
@@ -32,7 +34,9 @@ class Rank:
             else FlatPartition(groups, rank, world, bucket_size, kind == "scatter", 16, 2)
         )
         self.buckets = [Bucket(plan, i, comm, accum, torch.device("cpu")) for i, plan in enumerate(self.layout.buckets)]
-        self.shard = torch.full((groups[0].shard_numel,), float("nan"))
+        self.shard = GradientShard(
+            groups[0], torch.float32, lambda numel: torch.full((numel,), float("nan")), Keeping.PARTS
+        )
         self.total = [torch.zeros(s, dtype=torch.float64) for s in SHAPES]
 
     def fire(self, generator: torch.Generator, which: list[int], factor: float) -> None:
@@ -56,14 +60,17 @@ def round_of(ranks: list[Rank], factor: float, before: float, after: float) -> N
         total = torch.stack(sent).sum(0)
         for rank, bucket in zip(ranks, buckets):
             summed, kept = total.to(bucket.comm_dtype), bucket.plan.result
+            if kept is not None:
+                offset = bucket.plan.shard_offset
+                rank.shard.provide(offset, offset + kept[1] - kept[0])
             bucket.land([] if kept is None else [summed[kept[0] : kept[1]]], rank.shard, after)
 
 
 def gathered(ranks: list[Rank]) -> list[torch.Tensor]:
     """The reduced gradient of each parameter, from all shards."""
     group = ranks[0].layout.groups[0]
-    parts = [ranks[0].shard] if ranks[0].layout.replicated else [rank.shard for rank in ranks]
-    flat = torch.cat(parts).double()
+    holders = ranks[:1] if ranks[0].layout.replicated else ranks
+    flat = torch.cat([rank.shard.flat() for rank in holders]).double()
     assert not bool(flat.isnan().any()), "a shard element was never written, or padding is not zero"
     covered = torch.zeros_like(flat, dtype=torch.bool)
     result = []
@@ -73,6 +80,13 @@ def gathered(ranks: list[Rank]) -> list[torch.Tensor]:
         result.append(flat[offset : offset + numel].view(record.parameter.shape))
     assert not bool(flat[~covered].count_nonzero()), "gaps and padding must read as zero"
     return result
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards are cut wherever a parameter begins."""
+    monkeypatch.setattr(gradient_shard, "LEAST_PART", 1)
+    monkeypatch.setattr(gradient_shard, "ALIGNMENT", 1)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -103,6 +117,8 @@ def test_parked_sent_late_and_missing_contributions_all_arrive_once(world: int, 
                 assert (found - right).abs().max() <= 2e-6 * right.norm(), case
             for rank in ranks:
                 assert all(r.seen == r.taken and r.parameter.grad is None for r in rank.records)
+                rank.shard.end_window()
+                assert not rank.shard.held
                 for bucket in rank.buckets:
                     assert not bucket.local_in_use
                     bucket.drop()

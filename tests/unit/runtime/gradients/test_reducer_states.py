@@ -181,7 +181,8 @@ class RankState:
                 plan = bucket.plan
                 if plan.group == group.index and bucket.landed and plan.result is not None:
                     begin, end = plan.shard_offset, plan.shard_offset + plan.result[1] - plan.result[0]
-                    shard[begin:end] = self.reducer.shards[group.index][begin:end].double()
+                    reduced = self.reducer.shards[group.index].pieces(begin, end)
+                    shard[begin:end] = torch.cat([values for values, _, _ in reduced]).double()
             for flight in self.reducer._in_flight:
                 plan = flight.bucket.plan
                 if plan.group == group.index and plan.result is not None:
@@ -318,10 +319,10 @@ class OneRank(RuleBasedStateMachine):
         if rank.ledger.reduced:
             for group in rank.layout.groups:
                 for _, record, begin, end, start in group.local_ranges():
-                    own = shards[group.index][start : start + end - begin].double()
+                    own = shards[group.index].narrow(0, start, end - begin).double()
                     assert torch.equal(own, rank.given[record.index].view(-1)[begin:end])
                 used = sum(end - begin for _, _, begin, end, _ in group.local_ranges())
-                assert shards[group.index].count_nonzero() <= used, "padding is not zero"
+                assert shards[group.index].flat().count_nonzero() <= used, "padding is not zero"
         rank.reducer.start_window()
         rank.forget()
 
@@ -509,7 +510,7 @@ class TwoRanks(RuleBasedStateMachine):
                 return
             for group in rank.layout.groups:
                 for _, record, begin, end, start in group.local_ranges():
-                    own = shards[group.index][start : start + end - begin].double()
+                    own = shards[group.index].narrow(0, start, end - begin).double()
                     assert torch.equal(own, totals[record.index].view(-1)[begin:end]), record.name
 
         self.well(run)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.runtime.gradients.autograd_internals import accumulate_grad_nodes
+from deepspeed.runtime.gradients.gradient_shard import GradientShard
 from deepspeed.runtime.gradients.ledger import GradientAccountingError, Ledger, ParameterRecord
 from deepspeed.runtime.gradients.reducer import GradientReducer
 from deepspeed.runtime.gradients.self_check import OBSERVERS, GradientCheckError, Observer, StepReport
@@ -313,10 +314,10 @@ class TestWhatIsSaid(DistributedTest):
             engine = make_engine(stage, dtype)
             real = GradientReducer.synchronize
 
-            def synchronize(self: GradientReducer, real: Any = real) -> list[Tensor]:
+            def synchronize(self: GradientReducer, real: Any = real) -> list[GradientShard]:
                 shards = real(self)
                 if self.channel.rank == 0:
-                    shards[0][3] *= 1.5
+                    shards[0].flat()[3] *= 1.5
                 return shards
 
             monkeypatch.setattr(GradientReducer, "synchronize", synchronize)
@@ -329,10 +330,10 @@ class TestWhatIsSaid(DistributedTest):
         engine = make_engine(3)
         real = GradientReducer.synchronize
 
-        def synchronize(self: GradientReducer) -> list[Tensor]:
+        def synchronize(self: GradientReducer) -> list[GradientShard]:
             shards = real(self)
             if self.channel.rank == 1:
-                shards[0][-1] = 5.0  # the last parameter has three elements
+                shards[0].flat()[-1] = 5.0  # the last parameter has three elements
             return shards
 
         monkeypatch.setattr(GradientReducer, "synchronize", synchronize)
