@@ -182,11 +182,12 @@ class Zero:
     """A package ``deepspeed`` at one ZeRO stage, as a user calls it.
 
     Args:
-        own_adamw: step with the package's own AdamW; False: with torch's, which needs no compiler. For a peer, whose
-            kernels may not be there.
+        optimizer: the client's; None: the package's own AdamW, by the config.
     """
 
-    def __init__(self, model: nn.Module, options: Options, stage: int, own_adamw: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, options: Options, stage: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
         import deepspeed
 
         zero: dict[str, Any] = {"stage": stage}
@@ -200,11 +201,8 @@ class Zero:
             "bf16": {"enabled": options.dtype == torch.bfloat16},
             "zero_optimization": zero | options.zero,
         }
-        optimizer = None
-        if own_adamw:
+        if optimizer is None:
             config["optimizer"] = {"type": "AdamW", "params": {"lr": options.lr, **ADAMW}}
-        else:
-            optimizer = adamw(list(model.parameters()), options)
         self.engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
 
     def trained(self) -> Iterable[Tensor]:
@@ -255,5 +253,6 @@ def make_contender(name: str, model: nn.Module, options: Options) -> Contender:
     if name in ("zero0", "zero1", "zero2", "zero3"):
         return Zero(model, options, stage=int(name[-1]))
     if name in PEER_NAMES:
-        return Zero(model, options, stage=int(name[-1]), own_adamw=False)
+        # With torch's AdamW, which needs no compiler: a peer's kernels may not be there.
+        return Zero(model, options, int(name[-1]), adamw(list(model.parameters()), options))
     raise KeyError(f"unknown contender {name!r}: choose from {', '.join(NAMES + PEER_NAMES)}")
