@@ -24,6 +24,8 @@ from hook_cost import Engine
 from ranks import HERE, run_ranks
 from torch import Tensor, nn
 
+from deepspeed.runtime.gradients.layout import FEW_ELEMENTS
+
 SLOTS = 2  # communication buffers of the package: a bucket waits until the one before the last has landed
 
 
@@ -105,6 +107,9 @@ def buckets_of(stage: int, elements: float, bucket: float, ranks: int) -> tuple[
         if elements <= bucket:
             return "reduce_scatter", [elements]
         shard = elements / ranks
+        if 2 * shard <= bucket and shard < FEW_ELEMENTS * ranks:
+            count = math.ceil(elements / bucket)
+            return "all_reduce", [elements / count] * count
         each = math.ceil(shard / bucket)
         return "reduce", [shard / each] * (each * ranks)
     count = math.ceil(elements / bucket)

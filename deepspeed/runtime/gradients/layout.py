@@ -22,6 +22,11 @@ import torch
 
 from deepspeed.runtime.gradients.ledger import Ledger, ParameterRecord
 
+# Elements per rank below which a slice is so small that sending it to its owner costs more in hops, from rank to rank,
+# than in bytes. Then several slices travel together to everybody: twice the bytes, but few times around all ranks. By
+# the model of benchmarks/scaling_model.py.
+FEW_ELEMENTS = 100_000
+
 
 class Collective(Enum):
     """How a bucket is reduced over the ranks."""
@@ -213,7 +218,8 @@ class FlatPartition(ShardLayout):
 
     Args:
         bucket_size: most elements in one bucket.
-        reduce_scatter: reduce each bucket to its owners only; otherwise all-reduce it and keep the own part.
+        reduce_scatter: reduce each bucket to its owners only, unless owners are so many that each would need a bucket
+            for a small slice; otherwise all-reduce it and keep the own part.
         alignment: each parameter begins at a multiple of so many elements (per dtype, from bytes).
         padding_multiple: a slice is a multiple of so many elements.
     """
@@ -242,6 +248,9 @@ class FlatPartition(ShardLayout):
         if group.padded_numel <= bucket_size:
             mine = (group.shard_start, group.shard_start + shard)
             yield BucketPlan(group.index, 0, group.padded_numel, Collective.REDUCE_SCATTER, result=mine)
+            return
+        if 2 * shard <= bucket_size and shard < FEW_ELEMENTS * self.world_size:
+            yield from self._all_reduce_buckets(group, bucket_size)
             return
         for owner in range(self.world_size):
             for start, stop in cut(owner * shard, (owner + 1) * shard, bucket_size):

@@ -146,8 +146,8 @@ def test_buckets_are_those_of_the_layout() -> None:
     from deepspeed.runtime.gradients.ledger import ParameterRecord
 
     model = load("scaling_model")
-    for ranks in (2, 4):
-        for size in (16, 64, 1000):
+    for ranks in (2, 4, 8):
+        for size in (16, 64, 70, 1000):
             for stage in (0, 1, 3):
                 records = [ParameterRecord(torch.nn.Parameter(torch.zeros(64)), str(i), i) for i in range(4)]
                 groups = layout.make_flat_groups([records])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed.runtime.gradients import layout as layout_module
 from deepspeed.runtime.gradients.layout import (
     BucketPlan,
     Collective,
@@ -163,6 +164,26 @@ def test_a_bucket_of_everything_is_scattered_and_smaller_ones_go_to_their_owner(
             assert (bucket.result is not None) == (bucket.owner == layout.rank)
     for layout in layouts(world, [5, 7], FlatPartition, 3, reduce_scatter=False):
         assert {bucket.collective for bucket in layout.buckets} == {Collective.ALL_REDUCE}
+
+
+@pytest.mark.parametrize("world", [8, 33])
+def test_small_slices_of_many_owners_travel_together(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most as many buckets as the group fills, however many owners; beyond, each owner's slice by itself."""
+    numels, size = [40, 300, 7, 93], 150
+    for few, kinds in ((100_000, {Collective.ALL_REDUCE}), (0, {Collective.REDUCE})):
+        monkeypatch.setattr(layout_module, "FEW_ELEMENTS", few)
+        ranks = layouts(world, numels, FlatPartition, size)
+        assert {bucket.collective for bucket in ranks[0].buckets} == kinds
+        if few:
+            assert len(ranks[0].buckets) == -(-ranks[0].groups[0].padded_numel // size)
+        else:
+            assert len(ranks[0].buckets) >= world
+        check_shards(ranks)
+        for layout in ranks:
+            check_pieces(layout)
+    monkeypatch.setattr(layout_module, "FEW_ELEMENTS", 100_000)
+    halves = layouts(2, numels, FlatPartition, 239)[0]
+    assert {bucket.collective for bucket in halves.buckets} == {Collective.REDUCE}, "two slices do not fit in a bucket"
 
 
 def test_late_parameters_come_first() -> None:
