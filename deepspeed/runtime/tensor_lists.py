@@ -3,7 +3,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -192,15 +192,3 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     """The text of a call: ``call_to_str("f", 1, b=2)`` is ``f(1, b=2)``."""
     shown = [*(repr(value) for value in args), *(f"{name}={value!r}" for name, value in kwargs.items())]
     return f"{base}({', '.join(shown)})"
-
-
-def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """Copy of a nested structure of lists, tuples and dicts; what fulfils ``criterion_func`` is copied to ``device``,
-    also where it is there already."""
-    if criterion_func(item):
-        return item.to(device, copy=True)
-    if isinstance(item, dict):
-        return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
-    if isinstance(item, (list, tuple)):
-        return type(item)(copy_to_device(value, device, criterion_func) for value in item)
-    return item

@@ -18,7 +18,6 @@ from deepspeed.runtime.tensor_lists import align_dense_tensors as align_dense_te
 from deepspeed.runtime.tensor_lists import call_to_str as call_to_str
 from deepspeed.runtime.tensor_lists import clip_tensors_by_global_norm as clip_tensors_by_global_norm
 from deepspeed.runtime.tensor_lists import compare_tensors_in_structures as compare_tensors_in_structures
-from deepspeed.runtime.tensor_lists import copy_to_device as copy_to_device
 from deepspeed.runtime.tensor_lists import filter_empty_parameters as filter_empty_parameters
 from deepspeed.runtime.tensor_lists import get_global_norm_of_tensors as get_global_norm_of_tensors
 from deepspeed.runtime.tensor_lists import get_only_unique_item as get_only_unique_item
@@ -72,6 +71,15 @@ def move_to_device(item: Any, device: torch.device, criterion_func: Callable[[An
         return tensor.to(device) if criterion_func is None or criterion_func(tensor) else tensor
 
     return map_tensors(item, move)
+
+
+def copy_to_device(item: Any, device: torch.device, criterion_func: Callable[[Any], bool]) -> Any:
+    """As ``move_to_device``; a tensor that fulfils ``criterion_func`` is copied even where it is on ``device``."""
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, copy=True) if criterion_func(tensor) else tensor
+
+    return map_tensors(item, copy)
 
 
 def map_tensors(item: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

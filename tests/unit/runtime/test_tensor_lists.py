@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -54,6 +55,11 @@ def test_parts_of_equal_weight_are_the_best_there_are() -> None:
     assert utils.prefix_sum_inc([1, 2, 3]) == [1, 3, 6]
 
 
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: list[torch.Tensor]
+
+
 def test_lists_and_structures(tmp_path: Path) -> None:
     aligned = utils.align_dense_tensors([torch.ones(3), torch.ones(2)], 4)
     assert torch.cat(aligned).tolist() == [1.0] * 5 + [0.0] * 3
@@ -65,6 +71,13 @@ def test_lists_and_structures(tmp_path: Path) -> None:
     assert not utils.compare_tensors_in_structures([torch.zeros(2)], [torch.zeros(2), 1])
     copied = utils.copy_to_device(nested, "cpu", torch.is_tensor)
     assert copied["a"][0] is not nested["a"][0] and copied["b"] == 1
+    pair = Pair(torch.ones(2), [torch.zeros(1)])
+    for found in (utils.copy_to_device(pair, "cpu", torch.is_tensor), utils.move_to_device(pair, "cpu")):
+        assert (
+            type(found) is Pair
+            and torch.equal(found.first, pair.first)
+            and torch.equal(found.second[0], torch.zeros(1))
+        )
     empty, full = torch.nn.Parameter(torch.empty(0)), torch.nn.Parameter(torch.ones(1))
     assert utils.filter_empty_parameters([{"params": [empty, full], "lr": 1.0}]) == [{"params": [full], "lr": 1.0}]
     assert utils.get_only_unique_item([2, 2]) == 2
