@@ -153,7 +153,8 @@ MUTATIONS = (
     Mutation(
         "no zeros for a parameter that was not used",
         BUCKETS,
-        "        for i in absent:\n            views[i].zero_()\n",
+        "        for i in absent:\n            for piece in self._pieces[i]:\n"
+        "                data[piece.offset : piece.offset + piece.stop - piece.start].zero_()\n",
         "",
     ),
     Mutation(
@@ -269,10 +270,10 @@ MUTATIONS = (
     ),
     # accessors and what stage 0 shows
     Mutation(
-        "what is shown inside no_sync counts a bucket once per piece",
+        "what is shown inside no_sync counts a bucket twice",
         REDUCER,
-        "in dict.fromkeys(self._buckets_of[record.index]):",
-        "in self._buckets_of[record.index]:",
+        "in self._buckets_of[record.index]:\n            bucket.add_local_to",
+        "in self._buckets_of[record.index] * 2:\n            bucket.add_local_to",
     ),
     Mutation(
         "an edit of .grad is lost (stage 0)",
