@@ -278,8 +278,8 @@ MUTATIONS = (
     Mutation(
         "an edit of .grad is lost (stage 0)",
         "runtime/fp16/unfused_optimizer.py",
-        "                view.copy_(parameter.grad)\n",
-        "                pass\n",
+        "            view.copy_(gradient)\n",
+        "            pass\n",
         (GRAPHS, ACCESSORS),
     ),
     Mutation(
