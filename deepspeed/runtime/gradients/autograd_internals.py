@@ -241,19 +241,23 @@ def copy_each(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> 
         destination.copy_(source)
 
 
-def can_copy_into_rows() -> bool:
-    """Whether torch can cut many tensors into the rows of a matrix at once. Fallback: one copy for each slice."""
-    return _chunk_cat is not None
+def can_copy_into_rows(target: torch.Tensor, sources: list[torch.Tensor]) -> bool:
+    """Whether torch can cut the sources into rows of the target at once, no slower than ``copy_each`` copies slices: on
+    a device it would cast one tensor after the other. Fallback: slices are copied."""
+    if _chunk_cat is None:
+        return False
+    dtypes = {source.dtype for source in sources}
+    return dtypes == {target.dtype} or (len(dtypes) == 1 and target.device.type == "cpu")
 
 
 @torch.no_grad()
 def copy_into_rows(matrix: torch.Tensor, sources: list[torch.Tensor]) -> None:
     """Cut each source into equal slices of its first dimension, padded with zeros, one for each row of ``matrix``, and
-    write the slices side by side. A call and a copy less per slice than ``copy_each``.
+    write the slices side by side. Casts. A call and a copy less per slice than ``copy_each``.
 
     Args:
         matrix: 2-D, contiguous, exactly as wide as all slices.
-        sources: contiguous, of one dtype, that of ``matrix``.
+        sources: contiguous, at least 1-D, on its device, for which ``can_copy_into_rows``.
     """
     _chunk_cat(sources, 0, matrix.size(0), out=matrix)
 

@@ -99,7 +99,7 @@ class Bucket:
         self._pieces = list(pieces.values())
         self._first_view = [0, *itertools.accumulate(len(own) for own in self._pieces)]
         self._whole = all(piece.whole for piece in plan.pieces)
-        self._cut_evenly = plan.rows > 1 and can_copy_into_rows() and plan.is_cut_evenly()
+        self._cut_evenly = plan.rows > 1 and plan.is_cut_evenly()
         # whose slices are slices of its first dimension; others are made 1-D
         self._sliced_as_they_are = [
             len(record.shape) == 1 or (len(record.shape) > 1 and record.shape[0] % plan.rows == 0)
@@ -134,32 +134,28 @@ class Bucket:
             assign_scaled(data, self.local, pre_scale)
             self.local_in_use = False
             return data
-        self._copy(data, self._comm_views_of(buffer), present, gradients, absent)
+        self._copy(buffer, data, present, gradients, absent)
         if factor * pre_scale != 1.0:
             data.mul_(factor * pre_scale)
         return data
 
     def _copy(
         self,
+        buffer: torch.Tensor,
         data: torch.Tensor,
-        views: list[torch.Tensor],
         present: list[int],
         gradients: list[torch.Tensor],
         absent: list[int],
     ) -> None:
-        """Write all of ``data``, of which ``views`` are the pieces: gradients, and zeros elsewhere."""
-        if (
-            self._cut_evenly
-            and len(present) == len(self.records)
-            and all([gradient.dtype is data.dtype for gradient in gradients])
-        ):
+        """Write all of ``data``, the front of ``buffer``: gradients, and zeros elsewhere."""
+        if self._cut_evenly and len(present) == len(self.records) and can_copy_into_rows(data, gradients):
             sources = [
                 gradient if as_it_is and gradient.is_contiguous() else gradient.reshape(-1)
                 for gradient, as_it_is in zip(gradients, self._sliced_as_they_are)
             ]
             copy_into_rows(data.view(self.plan.rows, -1), sources)
             return
-        copy_each(*self._pairs(views, present, gradients))
+        copy_each(*self._pairs(self._comm_views_of(buffer), present, gradients))
         for i in absent:
             for piece in self._pieces[i]:
                 data[piece.offset : piece.offset + piece.stop - piece.start].zero_()
@@ -205,8 +201,11 @@ class Bucket:
             targets += views[first : first + len(pieces)]
             if pieces[0].whole:
                 sources.append(gradient)
+                continue
+            flat, sizes = gradient.reshape(-1), [piece.stop - piece.start for piece in pieces]
+            if sum(sizes) == flat.numel():  # a slice costs as much as cutting all of it
+                sources += torch.split_with_sizes(flat, sizes)
             else:
-                flat = gradient.reshape(-1)
                 sources += [flat[piece.start : piece.stop] for piece in pieces]
         return targets, sources
 
