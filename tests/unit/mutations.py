@@ -158,6 +158,18 @@ MUTATIONS = (
         "",
     ),
     Mutation(
+        "a parameter that was not used is left out of the rows (stage 3)",
+        BUCKETS,
+        "if self._cut_evenly and len(present) == len(self.records) and",
+        "if self._cut_evenly and",
+    ),
+    Mutation(
+        "a parameter in several buckets is taken again for each",
+        LEDGER,
+        "            self.buckets_left = self.buckets\n",
+        "",
+    ),
+    Mutation(
         "padding and gaps are sent as they are",
         BUCKETS,
         "        for begin, end in self.plan.gaps:\n            data[begin:end].zero_()\n",
