@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base classes of the optimizers an engine steps with, and the tracking of backwards."""
 
+import functools
 import logging
 import math
 import weakref
@@ -63,8 +64,8 @@ class BackwardHookStateManager:
         self._post_backward_hooks: list[Callable[[], None]] = []
         if reducer is not None:
             for record in reducer.ledger.records:
-                record.listener = self._on_firing
-                record.handle = record.parameter.register_post_accumulate_grad_hook(record.on_accumulated)
+                on_firing = functools.partial(self._on_firing, record)
+                record.handle = record.parameter.register_post_accumulate_grad_hook(on_firing)
 
     # -------------------------------------------------- announced backwards
 
@@ -172,7 +173,8 @@ class BackwardHookStateManager:
 
     # -------------------------------------------------- events
 
-    def _on_firing(self, record: ParameterRecord) -> None:
+    def _on_firing(self, record: ParameterRecord, _: torch.Tensor) -> None:
+        """Post-accumulate-grad hook: autograd has just put a contribution into ``.grad``."""
         scope = self.scope
         if scope is None or not scope.announced:
             scope = self._locate(record)

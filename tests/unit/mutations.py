@@ -153,7 +153,20 @@ MUTATIONS = (
     Mutation(
         "no zeros for a parameter that was not used",
         BUCKETS,
-        "        for i in absent:\n            views[i].zero_()\n",
+        "        for i in absent:\n            for piece in self._pieces[i]:\n"
+        "                data[piece.offset : piece.offset + piece.stop - piece.start].zero_()\n",
+        "",
+    ),
+    Mutation(
+        "a parameter that was not used is left out of the rows (stage 3)",
+        BUCKETS,
+        "if self._cut_evenly and len(present) == len(self.records) and",
+        "if self._cut_evenly and",
+    ),
+    Mutation(
+        "a parameter in several buckets is taken again for each",
+        LEDGER,
+        "            self.buckets_left = self.buckets\n",
         "",
     ),
     Mutation(
@@ -269,16 +282,16 @@ MUTATIONS = (
     ),
     # accessors and what stage 0 shows
     Mutation(
-        "what is shown inside no_sync counts a bucket once per piece",
+        "what is shown inside no_sync counts a bucket twice",
         REDUCER,
-        "in dict.fromkeys(self._buckets_of[record.index]):",
-        "in self._buckets_of[record.index]:",
+        "in self._buckets_of[record.index]:\n            bucket.add_local_to",
+        "in self._buckets_of[record.index] * 2:\n            bucket.add_local_to",
     ),
     Mutation(
         "an edit of .grad is lost (stage 0)",
         "runtime/fp16/unfused_optimizer.py",
-        "                view.copy_(parameter.grad)\n",
-        "                pass\n",
+        "            view.copy_(gradient)\n",
+        "            pass\n",
         (GRAPHS, ACCESSORS),
     ),
     Mutation(

@@ -12,7 +12,7 @@ from deepspeed.runtime.base_optimizer import GradientNorm, ZeROOptimizer, make_r
 from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.gradients.arithmetic import scale_each
-from deepspeed.runtime.gradients.autograd_internals import copy_each
+from deepspeed.runtime.gradients.autograd_internals import copy_each, versions_of
 from deepspeed.runtime.gradients.gradient_shard import GradientShard, shard_values
 from deepspeed.runtime.gradients.layout import (
     FlatGroup,
@@ -68,7 +68,8 @@ class ReplicatedOptimizer(ZeROOptimizer):
         replace_parameters(init_optimizer, [[self.masters[record] for record in group] for group in record_groups])
         beside = [record for record, master in self.masters.items() if master is not record.parameter]
         self._watch = WeightWatch(beside)
-        self._published: dict[ParameterRecord, tuple[torch.Tensor, int]] = {}
+        self._published: list[torch.Tensor] = []  # what was shown in .grad, in the order of the views; empty if nothing
+        self._versions: list[int] = []  # of what was shown, when it was
         self._views: list[tuple[ParameterRecord, torch.Tensor]] = []
         self._viewed: list[int] = []  # addresses of the shards that they are views of
         before = _only_if(self._published, self.backward_state.before_accumulation)
@@ -118,10 +119,13 @@ class ReplicatedOptimizer(ZeROOptimizer):
         if not (ledger.reduced and self.reducer.usable and self.reducer.reduces_now()) or ledger.waiting():
             return
         self.reducer.order.join()
+        self._published.clear()
         for record, view in self._gradient_views():
-            shown = view.detach() if view.dtype == record.parameter.dtype else view.to(record.parameter.dtype)
-            record.parameter.grad = shown
-            self._published[record] = (shown, shown._version)
+            parameter = record.parameter
+            shown = view.detach() if view.dtype is parameter.dtype else view.to(parameter.dtype)
+            parameter.grad = shown
+            self._published.append(shown)
+        self._versions = versions_of(self._published)
 
     @torch.no_grad()
     def refuse_strays(self) -> None:
@@ -133,22 +137,28 @@ class ReplicatedOptimizer(ZeROOptimizer):
         """Take the published gradients back, with whatever was edited in them."""
         if not self._published:
             return
-        self._note_edits()
-        for record, view in self._gradient_views():
+        # all of them now: views of fp32 gradients share one version, and taking an edit back changes it
+        versions = versions_of(self._published)
+        for (record, view), shown, before, now in zip(
+            self._gradient_views(), self._published, self._versions, versions
+        ):
             parameter = record.parameter
-            shown, version = self._published[record]
-            if parameter.grad is None:
-                view.zero_()
-            elif parameter.grad is not shown or (shown._version != version and shown.data_ptr() != view.data_ptr()):
-                view.copy_(parameter.grad)
-            parameter.grad = None
+            gradient = parameter.grad
+            if gradient is not shown or now != before:
+                self._take_edit(parameter, gradient, view, gradient is shown)
+            if gradient is not None:
+                parameter.grad = None
         self._published.clear()
 
-    def _note_edits(self) -> None:
-        """What the caller wrote is not to be compared. All views of fp32 gradients share one version."""
-        for record, (shown, version) in self._published.items():
-            if record.parameter.grad is not shown or shown._version != version:
-                self.gradient_edited(record.parameter)
+    def _take_edit(
+        self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None, view: torch.Tensor, in_place: bool
+    ) -> None:
+        """Make ``view`` what the caller may have written: into what was shown, or in its place."""
+        self.gradient_edited(parameter)  # which is not to be compared
+        if gradient is None:
+            view.zero_()
+        elif not in_place or gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
 
     def settle_gradients(self) -> None:
         super().settle_gradients()
@@ -247,7 +257,7 @@ class FP16_UnfusedOptimizer(ReplicatedOptimizer):
     """Stage 0 with fp16 or bf16 weights and one fp32 master per parameter."""
 
 
-def _only_if(published: dict[Any, Any], hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+def _only_if(published: list[Any], hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
     """``hook``, where there is something in ``published``: it runs for every parameter in every backward, and nearly
     always there is nothing."""
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buckets at run time: a plan, its local accumulation buffer, and the communication buffer it borrows."""
 
+import itertools
 from collections.abc import Callable
 
 import torch
 
 from deepspeed.runtime.gradients import arithmetic
 from deepspeed.runtime.gradients.arithmetic import add_scaled, add_scaled_each, assign_scaled
-from deepspeed.runtime.gradients.autograd_internals import copy_each
+from deepspeed.runtime.gradients.autograd_internals import can_copy_into_rows, copy_each, copy_into_rows
 from deepspeed.runtime.gradients.gradient_shard import GradientShard
 from deepspeed.runtime.gradients.layout import BucketPlan
 from deepspeed.runtime.gradients.ledger import Move, ParameterRecord
@@ -84,8 +85,7 @@ class Bucket:
     ) -> None:
         self.plan = plan
         self.position = position
-        records = [piece.record for piece in plan.pieces]
-        self.label = span_label(f"deepspeed.reduce_bucket_{position}", records)  # in profiles
+        self.label = span_label(f"deepspeed.reduce_bucket_{position}", [p.record for p in plan.pieces])  # in profiles
         self.comm_dtype = comm_dtype
         self.accum_dtype = accum_dtype
         self.device = device
@@ -95,14 +95,24 @@ class Bucket:
         self.landed = False  # whether this window's shard holds something for this bucket
         self.local: torch.Tensor | None = None  # contributions parked on this rank
         self.local_in_use = False
-        self._whole = [piece.whole for piece in plan.pieces]
+        pieces = plan.pieces_by_record()
+        self.records = list(pieces)
+        self._pieces = list(pieces.values())
+        self._first_view = [0, *itertools.accumulate(len(own) for own in self._pieces)]
+        self._whole = all(piece.whole for piece in plan.pieces)
+        self._cut_evenly = plan.rows > 1 and plan.is_cut_evenly()
+        # whose slices are slices of its first dimension; others are made 1-D
+        self._sliced_as_they_are = [
+            len(record.shape) == 1 or (len(record.shape) > 1 and record.shape[0] % plan.rows == 0)
+            for record in self.records
+        ]
         self._comm_views: tuple[torch.Tensor | None, list[torch.Tensor]] = (None, [])
         self._local_views: list[torch.Tensor] = []
 
     def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """One view per piece, shaped as the parameter where the piece is all of it."""
+        """One view per piece, parameter by parameter, shaped as the parameter where the piece is all of it."""
         views = []
-        for piece in self.plan.pieces:
+        for piece in itertools.chain.from_iterable(self._pieces):
             view = buffer.narrow(0, piece.offset, piece.stop - piece.start)
             views.append(view.view(piece.record.shape) if piece.whole else view)
         return views
@@ -118,26 +128,44 @@ class Bucket:
         Returns the part of ``buffer`` that is this bucket.
         """
         data = buffer.narrow(0, 0, self.plan.numel)
-        views = self._comm_views_of(buffer)
-        present, gradients, absent = self._take(views, order, Move.SEND)
+        present, gradients, absent = self._take(order, Move.SEND)
         if self.local_in_use:
             # sum in the accumulation dtype, round to the communication dtype once
-            add_scaled_each([self._local_views[i] for i in present], gradients, factor)
+            add_scaled_each(*self._pairs(self._local_views, present, gradients), factor)
             assign_scaled(data, self.local, pre_scale)
             self.local_in_use = False
             return data
-        copy_each(views if len(present) == len(views) else [views[i] for i in present], gradients)
-        for i in absent:
-            views[i].zero_()
-        for begin, end in self.plan.gaps:
-            data[begin:end].zero_()
+        self._copy(buffer, data, present, gradients, absent)
         if factor * pre_scale != 1.0:
             data.mul_(factor * pre_scale)
         return data
 
+    def _copy(
+        self,
+        buffer: torch.Tensor,
+        data: torch.Tensor,
+        present: list[int],
+        gradients: list[torch.Tensor],
+        absent: list[int],
+    ) -> None:
+        """Write all of ``data``, the front of ``buffer``: gradients, and zeros elsewhere."""
+        if self._cut_evenly and len(present) == len(self.records) and can_copy_into_rows(data, gradients):
+            sources = [
+                gradient if as_it_is and gradient.is_contiguous() else gradient.reshape(-1)
+                for gradient, as_it_is in zip(gradients, self._sliced_as_they_are)
+            ]
+            copy_into_rows(data.view(self.plan.rows, -1), sources)
+            return
+        copy_each(*self._pairs(self._comm_views_of(buffer), present, gradients))
+        for i in absent:
+            for piece in self._pieces[i]:
+                data[piece.offset : piece.offset + piece.stop - piece.start].zero_()
+        for begin, end in self.plan.gaps:
+            data[begin:end].zero_()
+
     def park(self, order: HostOrder, factor: float) -> None:
         """Add ``factor`` times the gradients that lie in ``.grad`` to the local accumulation buffer."""
-        if not any(piece.record.unmoved or piece.record.pieces_left for piece in self.plan.pieces):
+        if not any(record.unmoved or record.buckets_left for record in self.records):
             return
         if self.local is None:
             self.local = torch.zeros(self.plan.numel, dtype=self.accum_dtype, device=self.device)
@@ -145,25 +173,42 @@ class Bucket:
         elif not self.local_in_use:
             self.local.zero_()
         self.local_in_use = True
-        present, gradients, _ = self._take(self._local_views, order, Move.PARK)
-        add_scaled_each([self._local_views[i] for i in present], gradients, factor)
+        present, gradients, _ = self._take(order, Move.PARK)
+        add_scaled_each(*self._pairs(self._local_views, present, gradients), factor)
 
-    def _take(
-        self, views: list[torch.Tensor], order: HostOrder, move: Move
-    ) -> tuple[list[int], list[torch.Tensor], list[int]]:
-        """Take over the gradient of each piece: positions with one, those gradients, positions without."""
+    def _take(self, order: HostOrder, move: Move) -> tuple[list[int], list[torch.Tensor], list[int]]:
+        """Take over the gradient of each parameter: positions with one, those gradients, positions without."""
         present, gradients, absent = [], [], []
-        for i, (piece, whole) in enumerate(zip(self.plan.pieces, self._whole)):
-            record = piece.record
-            gradient = record.next_piece(move)
+        for i, record in enumerate(self.records):
+            gradient = record.gradient_for_bucket(move)
             if gradient is None:
                 absent.append(i)
                 continue
             if record.streams:
                 order.wait_for_writers(record.streams, gradient)
             present.append(i)
-            gradients.append(gradient if whole else gradient.reshape(-1)[piece.start : piece.stop])
+            gradients.append(gradient)
         return present, gradients, absent
+
+    def _pairs(
+        self, views: list[torch.Tensor], present: list[int], gradients: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Of the parameters at positions ``present``: the views of their pieces, and these pieces of ``gradients``."""
+        if self._whole:
+            return (views if len(present) == len(views) else [views[i] for i in present]), gradients
+        targets, sources = [], []
+        for i, gradient in zip(present, gradients):
+            pieces, first = self._pieces[i], self._first_view[i]
+            targets += views[first : first + len(pieces)]
+            if pieces[0].whole:
+                sources.append(gradient)
+                continue
+            flat, sizes = gradient.reshape(-1), [piece.stop - piece.start for piece in pieces]
+            if sum(sizes) == flat.numel():  # a slice costs as much as cutting all of it
+                sources += torch.split_with_sizes(flat, sizes)
+            else:
+                sources += [flat[piece.start : piece.stop] for piece in pieces]
+        return targets, sources
 
     def land(
         self,
@@ -181,8 +226,8 @@ class Bucket:
             for target, begin, end in shard.pieces(offset, offset + parts[0].numel()):
                 deliver(target, [part[begin:end] for part in parts], scale, add=self.landed)
         self.landed = True
-        for piece in self.plan.pieces:
-            piece.record.piece_landed()
+        for record in self.records:
+            record.bucket_landed()
 
     def add_local_to(self, full: torch.Tensor, record: ParameterRecord, scale: float) -> None:
         """Add ``scale`` times what is parked here of a parameter to ``full``, 1-D over the parameter's elements."""

@@ -14,6 +14,7 @@ layout             one flat group is                           this rank keeps o
 """
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -56,7 +57,8 @@ class BucketPlan:
 
     ``result`` is the range of the buffer that this rank keeps after the collective, None when it keeps nothing;
     ``shard_offset`` is where that range goes in this rank's shard of the group. ``gaps`` are ranges of the buffer
-    that belong to no parameter (alignment, tail padding) and must read as zero.
+    that belong to no parameter (alignment, tail padding) and must read as zero. The buffer is ``rows`` equal rows, of
+    which a parameter may have a piece in each.
     """
 
     group: int
@@ -68,10 +70,33 @@ class BucketPlan:
     shard_offset: int = 0
     pieces: list[Piece] = field(default_factory=list)
     gaps: list[tuple[int, int]] = field(default_factory=list)
+    rows: int = 1
 
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+    def pieces_by_record(self) -> dict[ParameterRecord, list[Piece]]:
+        """The pieces of each parameter, parameters in the order of their first piece."""
+        pieces: dict[ParameterRecord, list[Piece]] = {}
+        for piece in self.pieces:
+            pieces.setdefault(piece.record, []).append(piece)
+        return pieces
+
+    def is_cut_evenly(self) -> bool:
+        """Whether the rows are the slices of whole parameters side by side: each parameter padded at its end to a
+        multiple of ``rows`` and cut in as many equal slices, with nothing between them."""
+        width, column = self.numel // self.rows, 0
+        for record, pieces in self.pieces_by_record().items():
+            step = slice_numel(record.numel, self.rows)
+            slices = [
+                (begin, min(begin + step, record.numel), row * width + column)
+                for row, begin in enumerate(range(0, record.numel, step))
+            ]
+            if [(piece.start, piece.stop, piece.offset) for piece in pieces] != slices:
+                return False
+            column += step
+        return column == width
 
 
 @dataclass(frozen=True)
@@ -181,12 +206,9 @@ class ShardLayout:
             return min((piece.record.index for piece in bucket.pieces), default=-1)
 
         self.buckets = sorted(buckets, key=lambda b: (-first_parameter(b), b.group, -b.start))
-        pieces: dict[ParameterRecord, int] = {}
-        for bucket in self.buckets:
-            for piece in bucket.pieces:
-                pieces[piece.record] = pieces.get(piece.record, 0) + 1
-        for record, count in pieces.items():
-            record.pieces = count
+        counts = Counter(record for bucket in self.buckets for record in bucket.pieces_by_record())
+        for record, count in counts.items():
+            record.buckets = count
 
 
 class Replicated(ShardLayout):
@@ -325,6 +347,7 @@ class PerParameter(ShardLayout):
         width = stop - start
         own = (self.rank * width, (self.rank + 1) * width)
         bucket = BucketPlan(group.index, 0, self.world_size * width, self._collective, result=own, shard_offset=start)
+        bucket.rows = self.world_size
         covered = 0
         first = max(0, bisect_right(group.offsets, start) - 1)
         last = bisect_left(group.offsets, stop)

@@ -12,7 +12,7 @@ agree at the end of a window.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -51,6 +51,9 @@ TRANSITIONS: tuple[tuple[Phase | None, ...], ...] = (
 AFTER_FIRING = TRANSITIONS[Move.FIRE]
 AFTER_SENDING = TRANSITIONS[Move.SEND]
 AFTER_LANDING = TRANSITIONS[Move.LAND]
+HAS_PENDING = tuple(phase in (Phase.PENDING, Phase.LATE) for phase in Phase)  # by phase
+# A member of an enum is looked up in some tens of nanoseconds, which is felt where it is done for each parameter.
+IDLE, SEND = Phase.IDLE, Move.SEND
 
 
 class GradientAccountingError(RuntimeError):
@@ -70,7 +73,7 @@ class ParameterRecord:
 
     __slots__ = (
         "parameter", "name", "index", "shape", "numel", "comm_dtype", "phase", "unmoved", "seen", "taken", "in_hand",
-        "pieces", "pieces_left", "to_land", "parked", "awaited", "fired_in_backward", "streams", "listener", "handle",
+        "buckets", "buckets_left", "to_land", "parked", "awaited", "fired_in_backward", "streams", "handle",
         "__weakref__",
     )  # fmt: skip
 
@@ -92,15 +95,14 @@ class ParameterRecord:
         self.unmoved = 0  # contributions that lie in .grad
         self.seen = 0  # contributions of this window, by the hook
         self.taken = 0  # contributions of this window, by whoever moved them out of .grad
-        self.in_hand: torch.Tensor | None = None  # gradient of which some pieces are still to be copied
-        self.pieces = 1  # in how many buckets this parameter lies
-        self.pieces_left = 0  # of them, how many are still to be copied in the present pass over the buckets
+        self.in_hand: torch.Tensor | None = None  # gradient of which some buckets have still to copy their part
+        self.buckets = 1  # in how many buckets this parameter lies
+        self.buckets_left = 0  # of them, how many have still to copy theirs in the present pass over the buckets
         self.to_land = 0  # of them, how many are still to come back from a collective
         self.parked = False  # whether the local accumulation buffers hold something of this parameter
         self.awaited = 0  # firings still expected before its buckets are worth sending
         self.fired_in_backward = 0
         self.streams: list[int] = []  # handles of device streams on which contributions were written
-        self.listener: Callable[[ParameterRecord], None] | None = None
         self.handle: torch.utils.hooks.RemovableHandle | None = None
 
     def move(self, move: Move) -> None:
@@ -112,10 +114,6 @@ class ParameterRecord:
                 f" ({self.seen} contributions seen, {self.taken} taken over in this window)"
             )
         self.phase = after
-
-    def on_accumulated(self, _: torch.Tensor) -> None:
-        """Post-accumulate-grad hook: autograd has just put a contribution into ``.grad``."""
-        self.listener(self)
 
     def count(self) -> None:
         """Enter the contribution that has just arrived into the books."""
@@ -139,37 +137,37 @@ class ParameterRecord:
         self.unmoved = 0
         return gradient.to_dense() if gradient.is_sparse else gradient
 
-    def next_piece(self, move: Move) -> torch.Tensor | None:
-        """The gradient to copy this parameter's next piece from; pieces are taken in bucket order, all from one
-        gradient.
+    def gradient_for_bucket(self, move: Move) -> torch.Tensor | None:
+        """The gradient of which the next bucket copies what lies in it; buckets ask in their order, each once, and all
+        get the same one.
 
-        ``move`` is SEND or PARK and is made with the first piece.
+        ``move`` is SEND or PARK and is made with the first bucket.
         """
-        if self.pieces_left == 0:
-            if move is Move.SEND:
+        if self.buckets_left == 0:
+            if move is SEND:
                 after = AFTER_SENDING[self.phase]
                 if after is None:
-                    self.move(Move.SEND)  # raises
+                    self.move(SEND)  # raises
                 self.phase = after
-                self.to_land = self.pieces
+                self.to_land = self.buckets
                 self.parked = False
             elif not self.unmoved:
                 return None  # begins no pass: parking visits only buckets in which something waits
             else:
                 self.move(Move.PARK)
                 self.parked = True
-            if self.pieces == 1:
+            if self.buckets == 1:
                 return self.take_gradient()
             self.in_hand = self.take_gradient()
-            self.pieces_left = self.pieces
-        self.pieces_left -= 1
+            self.buckets_left = self.buckets
+        self.buckets_left -= 1
         gradient = self.in_hand
-        if self.pieces_left == 0:
+        if self.buckets_left == 0:
             self.in_hand = None
         return gradient
 
-    def piece_landed(self) -> None:
-        """One piece came back from its collective."""
+    def bucket_landed(self) -> None:
+        """One of its buckets came back from the collective."""
         self.to_land -= 1
         if self.to_land == 0:
             after = AFTER_LANDING[self.phase]
@@ -191,7 +189,7 @@ class ParameterRecord:
         self.seen = self.taken = self.unmoved = 0
         self.fired_in_backward = 0
         self.parked = False
-        self.phase = Phase.IDLE
+        self.phase = IDLE
 
 
 @dataclass
@@ -215,7 +213,7 @@ class Ledger:
 
     def waiting(self) -> list[ParameterRecord]:
         """Records with contributions that no collective has taken."""
-        return [record for record in self.records if record.phase in (Phase.PENDING, Phase.LATE)]
+        return [record for record in self.records if HAS_PENDING[record.phase]]
 
     def learn(self) -> None:
         """Remember how often each parameter fired in the backward that just ended: the hint for the next window.
@@ -257,7 +255,7 @@ class Ledger:
             record
             for record in self.records
             if record.seen != record.taken
-            or record.phase is not Phase.IDLE
+            or record.phase is not IDLE
             or record.in_hand is not None
             or record.parameter.grad is not None
         ]

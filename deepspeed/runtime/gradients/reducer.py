@@ -124,15 +124,15 @@ class GradientReducer:
         self.landing = HostLanding(self.device, self.pool.largest // 2)
         self._buckets_of: list[list[Bucket]] = [[] for _ in ledger.records]
         for bucket in self.buckets:
-            for piece in bucket.plan.pieces:
-                self._buckets_of[piece.record.index].append(bucket)
+            for record in bucket.records:
+                self._buckets_of[record.index].append(bucket)
         self.shards = [self._make_shard(group) for group in layout.groups]
         self.window_loss_scale = 1.0
         # the scale of other ranks' backwards, for a window in which this rank has none
         self.current_loss_scale: Callable[[], float] = lambda: 1.0
         self.collectives_issued = 0
         self.bytes_communicated = 0
-        self._awaited: dict[int, tuple[int, list[int]]] = {}  # by ordinal of the backward: lessons, pieces per bucket
+        self._awaited: dict[int, tuple[int, list[int]]] = {}  # by ordinal of the backward: lessons, records per bucket
         self._issued_at_begin = 0  # collectives, when the present backward began
         self._next = 0  # buckets sent in the open round
         self._round_open = False
@@ -194,15 +194,15 @@ class GradientReducer:
         self._eager = self.reduces_now() and not scope.within_another_engine
         self.ledger.expect()
         if self._eager:
-            for bucket, waiting in zip(self.buckets, self._pieces_awaited()):
+            for bucket, waiting in zip(self.buckets, self._records_awaited()):
                 bucket.waiting = waiting + bucket.held_back
 
-    def _pieces_awaited(self) -> list[int]:
-        """For each bucket, of how many of its pieces a firing is awaited in the backward that begins. Counted anew when
-        the hints have changed."""
+    def _records_awaited(self) -> list[int]:
+        """For each bucket, of how many of its parameters a firing is awaited in the backward that begins. Counted anew
+        when the hints have changed."""
         lessons, counts = self._awaited.get(self.ledger.backwards, (-1, []))
         if lessons != self.ledger.lessons:
-            counts = [sum(1 for piece in bucket.plan.pieces if piece.record.awaited) for bucket in self.buckets]
+            counts = [sum(1 for record in bucket.records if record.awaited) for bucket in self.buckets]
             self._awaited[self.ledger.backwards] = self.ledger.lessons, counts
         return counts
 
@@ -479,8 +479,7 @@ class GradientReducer:
         """This rank's own part of the window's gradient that no collective has taken: fp32, in the parameter's
         shape."""
         full = torch.zeros(record.numel, dtype=torch.float32, device=record.parameter.device)
-        # at stage 3 a parameter has one piece per rank in a bucket, which is then listed as often
-        for bucket in dict.fromkeys(self._buckets_of[record.index]):
+        for bucket in self._buckets_of[record.index]:
             bucket.add_local_to(full, record, self._unit())
         return full.view(record.shape)
 
@@ -528,7 +527,6 @@ class GradientReducer:
             if record.handle is not None:
                 record.handle.remove()
                 record.handle = None
-            record.listener = None
         self.await_host_shards()
         self.pool.clear()
         self.landing.clear()

@@ -38,11 +38,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 # Python calls and tensor operations per parameter, beyond the bare model's: Python 3.11, torch 2.13, two ranks.
 LIMITS: dict[str, dict[str, tuple[float, float]]] = {
-    "0": {"forward": (0, 0), "backward": (9, 1), "step": (1, 1)},
-    "1": {"forward": (0, 0), "backward": (8, 0), "step": (1, 0)},
-    "2": {"forward": (0, 0), "backward": (8, 0), "step": (1, 0)},
-    "3": {"forward": (13, 0), "backward": (12, 4), "step": (19, 4)},
-    "3 gathered": {"forward": (145, 7), "backward": (50, 9), "step": (4, 0)},
+    "0": {"forward": (0, 0), "backward": (8, 1), "step": (1, 1)},
+    "1": {"forward": (0, 0), "backward": (7, 0), "step": (1, 0)},
+    "2": {"forward": (0, 0), "backward": (7, 0), "step": (1, 0)},
+    "3": {"forward": (13, 0), "backward": (9, 0), "step": (19, 4)},
+    "3 gathered": {"forward": (145, 7), "backward": (47, 5), "step": (4, 0)},
 }
 # Of a step, whatever the number of parameters: the bucket, the norm, and the weights by one broadcast per owner. Where
 # weights are gathered around modules, that is one broadcast per owner for each of them.

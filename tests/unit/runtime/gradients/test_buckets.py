@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed.runtime.gradients import autograd_internals as autograd
+from deepspeed.runtime.gradients import buckets as buckets_module
 from deepspeed.runtime.gradients import gradient_shard
 from deepspeed.runtime.gradients.buckets import Bucket, BufferPool
 from deepspeed.runtime.gradients.gradient_shard import GradientShard, Keeping
-from deepspeed.runtime.gradients.layout import FlatPartition, Replicated, ShardLayout, make_flat_groups
+from deepspeed.runtime.gradients.layout import FlatPartition, PerParameter, Replicated, ShardLayout, make_flat_groups
 from deepspeed.runtime.gradients.ledger import ParameterRecord
 from deepspeed.runtime.gradients.streams import HostOrder
 
@@ -124,6 +126,46 @@ def test_parked_sent_late_and_missing_contributions_all_arrive_once(world: int, 
                     bucket.drop()
                 for record in rank.records:
                     record.start_window()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("comm", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_slices_of_a_parameter_lie_in_the_rows_of_their_ranks(
+    world: int, comm: torch.dtype, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole buckets and cut ones, gradients that are not contiguous and some that are missing, with and without the
+    operator that cuts all of them at once."""
+    monkeypatch.setattr(autograd, "_chunk_cat", autograd._chunk_cat if at_once else None)
+    calls: list[int] = []
+    real = buckets_module.copy_into_rows
+    monkeypatch.setattr(buckets_module, "copy_into_rows", lambda m, s: (calls.append(len(s)), real(m, s)))
+    shapes = [(4, 6), (), (7,), (3, 4), (12,), (5, 3), (1,)]
+    generator = torch.Generator().manual_seed(5)
+    for bucket_size, missing in product([10**6, 16, 7], [set(), {0}, {1, 4, 6}]):
+        records = [ParameterRecord(nn.Parameter(torch.zeros(s)), f"p{i}", i) for i, s in enumerate(shapes)]
+        layout = PerParameter(make_flat_groups([records]), 0, world, bucket_size)
+        gradients = [torch.randn(s, generator=generator) for s in shapes]
+        gradients[0] = gradients[0].t().contiguous().t()
+        for i, (record, gradient) in enumerate(zip(records, gradients)):
+            if i in missing:
+                gradient.zero_()
+            else:
+                record.parameter.grad = gradient.clone(memory_format=torch.preserve_format)
+                record.count()
+        expected = torch.zeros(world, layout.groups[0].shard_numel)
+        for gradient, offset in zip(gradients, layout.groups[0].offsets):
+            for row, part in enumerate(gradient.reshape(-1).split(-(-gradient.numel() // world))):
+                expected[row, offset : offset + part.numel()] = part
+        for position, plan in enumerate(layout.buckets):
+            bucket = Bucket(plan, position, comm, torch.float32, torch.device("cpu"))
+            buffer = torch.full((plan.numel + 3,), float("nan"), dtype=comm)
+            filled = bucket.fill(buffer, ORDER, 1.0, 1.0).view(world, -1)
+            width = filled.size(1)
+            assert torch.equal(filled, expected[:, plan.shard_offset : plan.shard_offset + width].to(comm))
+            assert bool(buffer[plan.numel :].isnan().all()), "writes beyond the bucket"
+        assert all(r.seen == r.taken and r.parameter.grad is None and r.in_hand is None for r in records)
+    assert bool(calls) == (at_once and world > 1), "used where there are rows"
 
 
 @pytest.mark.parametrize("comm", [torch.bfloat16, torch.float16])

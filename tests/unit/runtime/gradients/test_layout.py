@@ -52,7 +52,6 @@ def layouts(
 def check_pieces(layout: ShardLayout) -> None:
     """Pieces cover each parameter exactly once, pieces and gaps cover each bucket exactly once."""
     covered = {r: torch.zeros(r.parameter.numel(), dtype=int) for g in layout.groups for r in g.records}
-    pieces: dict[ParameterRecord, int] = dict.fromkeys(covered, 0)
     for group in layout.groups:
         in_group = torch.zeros(group.padded_numel, dtype=int)
         for bucket in layout.buckets:
@@ -67,14 +66,14 @@ def check_pieces(layout: ShardLayout) -> None:
                 assert piece.start < piece.stop
                 in_bucket[piece.offset : piece.offset + piece.stop - piece.start] += 1
                 covered[piece.record][piece.start : piece.stop] += 1
-                pieces[piece.record] += 1
                 position = group.records.index(piece.record)
                 assert bucket.start + piece.offset == group.offsets[position] + piece.start
                 assert piece.whole == (piece.stop - piece.start == piece.record.parameter.numel())
             assert bool((in_bucket == 1).all())
         assert bool((in_group == 1).all())
     assert all(bool((count == 1).all()) for count in covered.values())
-    assert all(record.pieces == count for record, count in pieces.items())
+    buckets = Counter(record for bucket in layout.buckets for record in {piece.record for piece in bucket.pieces})
+    assert all(record.buckets == count for record, count in buckets.items())
 
 
 def check_shards(ranks: list[ShardLayout]) -> None:
@@ -311,8 +310,8 @@ def test_slices_of_each_parameter_are_reduced_to_their_owners(world: int, reduce
             for layout in ranks:
                 assert {bucket.collective for bucket in layout.buckets} == {kind}
                 assert all(0 < bucket.numel <= max(bucket_size, world) for bucket in layout.buckets)
-                pieces = Counter(piece.record for bucket in layout.buckets for piece in bucket.pieces)
-                assert all(record.pieces == pieces[record] for record in layout.groups[0].records)
+                buckets = Counter(record for bucket in layout.buckets for record in bucket.pieces_by_record())
+                assert all(record.buckets == buckets[record] for record in layout.groups[0].records)
                 assert all(
                     piece.whole == (piece.stop - piece.start == piece.record.numel)
                     for bucket in layout.buckets

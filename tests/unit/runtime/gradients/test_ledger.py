@@ -110,58 +110,58 @@ def test_a_gradient_nobody_saw_is_refused_by_name() -> None:
     assert Ledger([record]).strays() == [record]
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 5])
-def test_a_split_parameter_is_sent_once_and_lands_with_its_last_piece(pieces: int) -> None:
+@pytest.mark.parametrize("buckets", [1, 2, 5])
+def test_a_split_parameter_is_sent_once_and_lands_with_its_last_bucket(buckets: int) -> None:
     record = make_record()
-    record.pieces = pieces
+    record.buckets = buckets
     fire(record, 2.0)
-    for i in range(pieces):
-        assert record.next_piece(Move.SEND).tolist() == [2.0] * 4
+    for i in range(buckets):
+        assert record.gradient_for_bucket(Move.SEND).tolist() == [2.0] * 4
         assert record.phase is Phase.IN_FLIGHT and record.parameter.grad is None
-        assert record.pieces_left == pieces - 1 - i
+        assert record.buckets_left == buckets - 1 - i
     assert record.in_hand is None and record.taken == 1
-    for _ in range(pieces - 1):
-        record.piece_landed()
+    for _ in range(buckets - 1):
+        record.bucket_landed()
         assert record.phase is Phase.IN_FLIGHT
-    record.piece_landed()
+    record.bucket_landed()
     assert record.phase is Phase.IDLE
 
 
-def test_a_firing_between_the_pieces_stays_for_later() -> None:
+def test_a_firing_between_the_buckets_stays_for_later() -> None:
     record = make_record()
-    record.pieces = 2
+    record.buckets = 2
     fire(record, 1.0)
-    record.next_piece(Move.SEND)
+    record.gradient_for_bucket(Move.SEND)
     fire(record, 10.0)
     assert record.phase is Phase.LATE
-    assert record.next_piece(Move.SEND).tolist() == [1.0] * 4, "all pieces come from one gradient"
-    record.piece_landed()
-    record.piece_landed()
+    assert record.gradient_for_bucket(Move.SEND).tolist() == [1.0] * 4, "all buckets copy from one gradient"
+    record.bucket_landed()
+    record.bucket_landed()
     assert record.phase is Phase.PENDING and record.unmoved == 1
-    assert record.next_piece(Move.SEND).tolist() == [10.0] * 4
+    assert record.gradient_for_bucket(Move.SEND).tolist() == [10.0] * 4
 
 
 def test_nothing_is_sent_as_zeros_and_parked_as_nothing() -> None:
     record = make_record()
-    assert record.next_piece(Move.PARK) is None and record.phase is Phase.IDLE and not record.parked
-    assert record.next_piece(Move.SEND) is None and record.phase is Phase.IN_FLIGHT
-    record.piece_landed()
+    assert record.gradient_for_bucket(Move.PARK) is None and record.phase is Phase.IDLE and not record.parked
+    assert record.gradient_for_bucket(Move.SEND) is None and record.phase is Phase.IN_FLIGHT
+    record.bucket_landed()
     assert record.phase is Phase.IDLE and record.seen == record.taken == 0
 
 
 def test_parking_may_visit_some_buckets_of_an_idle_parameter_only() -> None:
     """Found by test_buckets: a pass begun and left unfinished shifted all later pieces by one bucket."""
     record = make_record()
-    record.pieces = 2
-    assert record.next_piece(Move.PARK) is None
+    record.buckets = 2
+    assert record.gradient_for_bucket(Move.PARK) is None
     fire(record, 4.0)
-    assert [record.next_piece(Move.PARK).tolist() for _ in range(2)] == [[4.0] * 4] * 2
+    assert [record.gradient_for_bucket(Move.PARK).tolist() for _ in range(2)] == [[4.0] * 4] * 2
 
 
 def test_dropping_keeps_what_earlier_backwards_parked() -> None:
     record = make_record()
     fire(record)
-    record.next_piece(Move.PARK)
+    record.gradient_for_bucket(Move.PARK)
     fire(record)
     record.drop_gradient()
     assert (record.seen, record.taken, record.phase) == (1, 1, Phase.PENDING)
@@ -175,11 +175,11 @@ def test_dropping_keeps_what_earlier_backwards_parked() -> None:
 def test_dropping_does_not_touch_what_is_in_flight() -> None:
     record = make_record()
     fire(record)
-    record.next_piece(Move.SEND)
+    record.gradient_for_bucket(Move.SEND)
     fire(record)
     record.drop_gradient()
     assert record.phase is Phase.IN_FLIGHT
-    record.piece_landed()
+    record.bucket_landed()
     Ledger([record]).check_closed()
 
 
@@ -188,9 +188,9 @@ def test_an_open_account_is_refused_with_rank_names_and_counts(left: str) -> Non
     good, bad = make_record("good"), make_record("the.bad.one", index=1)
     if left == "pending":
         fire(bad)
-        bad.next_piece(Move.PARK)
+        bad.gradient_for_bucket(Move.PARK)
     elif left == "in flight":
-        bad.next_piece(Move.SEND)
+        bad.gradient_for_bucket(Move.SEND)
     elif left == "not taken":
         bad.seen = 1
     elif left == "in hand":
@@ -209,8 +209,8 @@ def test_a_closed_account_passes_and_a_new_window_forgets() -> None:
     ledger = Ledger([make_record("a"), make_record("b", index=1)])
     fire(ledger.records[0])
     assert ledger.waiting() == [ledger.records[0]] and ledger.empty
-    ledger.records[0].next_piece(Move.SEND)
-    ledger.records[0].piece_landed()
+    ledger.records[0].gradient_for_bucket(Move.SEND)
+    ledger.records[0].bucket_landed()
     ledger.check_closed()
     ledger.backwards, ledger.reduced, ledger.poison = 3, True, "why"
     assert not ledger.empty

@@ -168,7 +168,7 @@ class RankState:
                 if bucket.local_in_use:
                     local = bucket.local.narrow(0, piece.offset, piece.stop - piece.start)
                     total[piece.start : piece.stop] += local.double() * unit
-                if record.pieces_left and record.in_hand is not None and bucket.position >= reducer._next:
+                if record.buckets_left and record.in_hand is not None and bucket.position >= reducer._next:
                     taken = record.in_hand.reshape(-1)[piece.start : piece.stop]
                     total[piece.start : piece.stop] += taken.double() * (reducer._factor * unit)
         return total.view(record.shape)
