@@ -67,6 +67,7 @@ REDUCER = "runtime/gradients/reducer.py"
 BUCKETS = "runtime/gradients/buckets.py"
 LAYOUT = "runtime/gradients/layout.py"
 LEDGER = "runtime/gradients/ledger.py"
+SHARD = "runtime/gradients/gradient_shard.py"
 SHARDED = "runtime/zero/sharded_parameter.py"
 OFFLOAD = "runtime/zero/parameter_offload.py"
 BASE = "runtime/base_optimizer.py"
@@ -300,6 +301,14 @@ MUTATIONS = (
         "        own.copy_(value.reshape(-1)[self.begin : self.end].view(own.shape))\n",
         "        own[:1].copy_(value.reshape(-1)[self.begin : self.end][:1])\n",
         (GRAPHS,),
+    ),
+    # memory of the reduced gradient
+    Mutation(
+        "every part of a shard takes the front of a result",
+        SHARD,
+        "start - first : stop - first], start - begin, stop - begin",
+        "start - first : stop - first], 0, stop - start",
+        ("unit/runtime/gradients/test_buckets.py",),
     ),
     # weights of stage 3
     Mutation(

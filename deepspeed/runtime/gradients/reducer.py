@@ -308,7 +308,8 @@ class GradientReducer:
 
     def free_buffers(self) -> None:
         """Between rounds: let go of the communication buffers."""
-        self.order.join()  # the memory returns to the current stream, and the side stream may still read it
+        self.order.join()  # the side stream may still read them
+        self.order.hold_for_current(buffer.data for buffer in self.pool.buffers())
         self.pool.clear()
         for bucket in self.buckets:
             bucket.forget_views()
@@ -399,8 +400,9 @@ class GradientReducer:
         """Between windows, where memory of the device is held only while it is needed: forward has more use for it."""
         if self._holds_memory:
             return
-        self.order.join()  # the memory returns to the current stream, and the side stream may still write there
+        self.order.join()  # the side stream may still write there
         for shard in self.shards:
+            self.order.hold_for_current(shard.memory())
             shard.end_window()
         if any(buffer.data.nbytes >= LARGE_BUFFER for buffer in self.pool.buffers()):
             self.free_buffers()

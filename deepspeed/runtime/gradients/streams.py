@@ -5,6 +5,7 @@ On CUDA, collectives and the arithmetic on their results run on a side stream, a
 without streams the host itself waits for the collective. The reducer is written once, against this small surface.
 """
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -40,6 +41,10 @@ class HostOrder:
 
     def join(self) -> None:
         """Let the current stream wait for the side stream."""
+
+    def hold_for_current(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Before memory is let go of that may be another stream's, since hooks run on those of their parameters: nobody
+        gets it before the current stream is done with what it has been given so far."""
 
     def await_mark(self, mark: object | None) -> None:
         """Let the host wait for a mark."""
@@ -99,6 +104,11 @@ class SideStream(HostOrder):
 
     def join(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    def hold_for_current(self, tensors: Iterable[torch.Tensor]) -> None:
+        current = torch.cuda.current_stream(self.device)
+        for tensor in tensors:
+            tensor.record_stream(current)
 
     def await_mark(self, mark: torch.cuda.Event | None) -> None:
         if mark is not None:

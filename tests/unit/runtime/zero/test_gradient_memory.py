@@ -4,6 +4,7 @@ part; what is computed is the same, bit by bit. The rule for devices is set for 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import deepspeed.comm as dist
 from deepspeed.runtime.gradients import gradient_shard
 from deepspeed.runtime.gradients import reducer as reducer_module
 from deepspeed.runtime.gradients.gradient_shard import Keeping
+from deepspeed.runtime.gradients.streams import HostOrder
 from unit.common import DistributedTest
 from unit.graphs import (
     assert_gradients,
@@ -120,6 +122,36 @@ class TestGradientsWithoutLastingMemory(DistributedTest):
                 engine.reload_states()
                 engine.step()
             torch.testing.assert_close(weights_of(sparing.module), weights_of(holding.module), **EXACTLY)
+        holding.destroy()
+        sparing.destroy()
+
+
+class TestMemoryIsLetGoOf(DistributedTest):
+    world_size = 2
+
+    def test_not_before_the_current_stream_has_waited(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Gradients and communication buffers, each while it is still held, after the side stream was joined."""
+        calls: list[str] = []
+        given: list[int] = []
+
+        class Recording(HostOrder):
+            def join(self) -> None:
+                calls.append("join")
+
+            def hold_for_current(self, tensors: Iterable[torch.Tensor]) -> None:
+                calls.append("hold")
+                given.extend(tensor.data_ptr() for tensor in tensors)
+
+        holding, sparing = make_pair(2, Case(optimizer=fused_adam), monkeypatch)
+        reducer = sparing.optimizer.reducer
+        reducer.order = Recording()
+        run_window(sparing, CASES[0], 0)
+        held = {memory.data_ptr() for shard in shards_of(sparing) for memory in shard.memory()}
+        held |= {buffer.data.data_ptr() for buffer in reducer.pool.buffers()}
+        calls.clear()
+        sparing.optimizer.zero_grad()
+        assert held and held == set(given) and calls[0] == "join", (calls, held, given)
+        assert reducer.pool.nbytes == 0 and not any(shard.memory() for shard in shards_of(sparing))
         holding.destroy()
         sparing.destroy()
 
