@@ -80,16 +80,24 @@ def enclosing_backward_node() -> BackwardCFunction | None:
 
 
 def register_after_node(node: BackwardCFunction, callback: Callable[[], None]) -> list[Any]:
-    """Call ``callback`` once something downstream of ``node`` runs, hence after ``node`` and in the same graph task.
+    """Call ``callback`` once, when something downstream of ``node`` runs: after ``node``, in the same graph task.
 
-    A post hook added to a node that is already running is not seen by the engine, so the hook goes in front of the
-    nodes that receive its results. Returns the handles that remove the hooks.
+    A post hook added to a node that is already running is not seen by the engine, so hooks go to the nodes that receive
+    its results: in front of them, and behind, since torch 2.4 passes over the former where a custom function saved its
+    input under hooks for saved tensors (a reentrant checkpoint inside one that is not). Returns the handles that remove
+    the hooks.
     """
-    return [
-        successor.register_prehook(lambda _: callback())
-        for successor, _ in node.next_functions
-        if successor is not None
-    ]
+    called = False
+
+    def call_once(*_: Any) -> None:
+        nonlocal called
+        if not called:
+            called = True
+            callback()
+
+    successors = [successor for successor, _ in node.next_functions if successor is not None]
+    handles = [successor.register_prehook(call_once) for successor in successors]
+    return handles + [successor.register_hook(call_once) for successor in successors]
 
 
 def profiler_is_recording() -> bool:
@@ -189,7 +197,7 @@ def saved_tensors_hooks_are_allowed() -> bool:
 
     Fallback: False; weights then stay in memory for as long as a graph needs them.
     """
-    return can_see_saved_tensors_hooks() and _saved_hooks_allowed()
+    return _saved_hooks_allowed is not None and _top_saved_hooks is not None and _saved_hooks_allowed()
 
 
 def outside_of_transforms() -> AbstractContextManager:
