@@ -2,6 +2,7 @@
 """The training engine: forward, backward, step. What a gradient goes through stands in ``runtime.gradients``."""
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -489,9 +490,16 @@ class DeepSpeedEngine(EngineConfigAccessors, EngineSurface, EngineCheckpoint, En
         self.phases.close()
         python_gc_manager.release(self._gc_hold)
 
-    def __del__(self) -> None:
-        if "_stepper" in self.__dict__:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the program's end torch and this module may be taken apart already, hence the default argument. What could
+        # not be released then goes with the process.
+        if "_stepper" not in self.__dict__:
+            return
+        try:
             self._release()  # a save that is being written is completed by the next one, or when the program ends
+        except Exception:
+            if not is_finalizing():
+                raise
 
 
 def _require_loss(loss: Any, what: str) -> None:

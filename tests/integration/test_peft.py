@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""peft's adapters under transformers' Trainer: LoRA, whose base is frozen, and AdaLoRA, which reads gradients."""
+"""peft's adapters under transformers' Trainer: LoRA, whose base is frozen, takes the way of its plain DDP run,
+offloaded and in fp16 too, and resumes; AdaLoRA reads gradients."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,21 @@ import pytest
 import torch
 
 import deepspeed
-from integration.tiny_llama import close, logged, make_data, make_model, make_trainer
+from integration.tiny_llama import (
+    assert_resumes,
+    assert_runs_as_asked,
+    assert_way_of,
+    ds_config,
+    file_rows,
+    fp16_rows,
+    host_rows,
+    logged,
+    make_adapted,
+    make_data,
+    make_model,
+    make_trainer,
+    whole_weights,
+)
 from unit.common import DistributedTest
 
 pytest.importorskip("peft")
@@ -19,19 +35,29 @@ STEPS = 30
 ADALORA_STEPS = 10
 
 
-def make_adapted(kind: str) -> Any:
-    from peft import AdaLoraConfig, LoraConfig, get_peft_model
+def make_adalora_config() -> Any:
+    from peft import AdaLoraConfig
 
-    targets = ["q_proj", "v_proj"]
-    if kind == "lora":
-        config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights="gaussian")
-    else:
-        config = AdaLoraConfig(
-            init_r=4, target_r=2, tinit=1, tfinal=2, total_step=ADALORA_STEPS, target_modules=targets
-        )
-    base = make_model()
-    torch.manual_seed(4)
-    return get_peft_model(base, config)
+    return AdaLoraConfig(
+        init_r=4, target_r=2, tinit=1, tfinal=2, total_step=ADALORA_STEPS, target_modules=["q_proj", "v_proj"]
+    )
+
+
+def make_lora_trainer(folder: Path, stage: int | None, accumulation: int, steps: int, **options: Any) -> Any:
+    return make_trainer(folder, stage, accumulation, steps, make_adapted(), learning_rate=5e-2, **options)
+
+
+def assert_adapters_load(trainer: Any, folder: Path, name: Any) -> None:
+    """peft reads what ``trainer`` saves, to the last bit."""
+    from peft import PeftModel
+
+    trainer.save_model(str(folder))
+    expected = {key: weight for key, weight in whole_weights(trainer).items() if "lora_" in key}
+    deepspeed.comm.barrier()  # the main process saves
+    loaded = PeftModel.from_pretrained(make_model(), folder)
+    got = {key: weight for key, weight in loaded.named_parameters() if "lora_" in key}
+    assert got.keys() == expected.keys() and len(got) > 0
+    assert all(torch.equal(got[key].float(), weight.float()) for key, weight in expected.items()), name
 
 
 class TestPeft(DistributedTest):
@@ -39,32 +65,34 @@ class TestPeft(DistributedTest):
     init_distributed = False
     exec_timeout = 400
 
+    def take_the_way(self, folder: Path, accumulation: int, rows: list[dict[str, Any]]) -> None:
+        plain = make_lora_trainer(folder, None, accumulation, STEPS)
+        plain.train()
+        plain.evaluate()
+        losses, norms = logged(plain, "loss"), logged(plain, "grad_norm")
+        assert losses[-1] < losses[0] and norms[0] > 0
+        for index, row in enumerate(rows):
+            trainer = make_lora_trainer(folder, None, accumulation, STEPS, **row)
+            trainer.train()
+            assert_runs_as_asked(trainer.deepspeed, row)
+            assert_way_of(plain, trainer, row, norm_tolerance=1e-1)
+            assert_adapters_load(trainer, folder / f"adapter{index}", row)
+            trainer.deepspeed.destroy()
+
     @pytest.mark.parametrize("accumulation", [1, 4])
     def test_lora_takes_the_way_of_ddp(self, tmp_path: Path, accumulation: int) -> None:
-        from peft import PeftModel
+        self.take_the_way(tmp_path, accumulation, [{"deepspeed": ds_config(stage)} for stage in range(4)])
 
-        options = {"learning_rate": 5e-2}
-        plain = make_trainer(tmp_path, None, accumulation, STEPS, make_adapted("lora"), **options)
-        plain.train()
-        losses, norms = logged(plain, "loss"), logged(plain, "grad_norm")
-        assert len(losses) == STEPS and losses[-1] < losses[0] and norms[0] > 0
-        for stage in range(4):
-            trainer = make_trainer(tmp_path, stage, accumulation, STEPS, make_adapted("lora"), **options)
-            trainer.train()
-            got = logged(trainer, "loss"), logged(trainer, "grad_norm")
-            assert close(got[0], losses, 2e-2), f"stage {stage}: losses {got[0]}, DDP {losses}"
-            assert close(got[1], norms, 1e-1), f"stage {stage}: norms {got[1]}, DDP {norms}"
-            folder = tmp_path / f"adapter{stage}"
-            trainer.save_model(str(folder))
-            trained = [p for n, p in trainer.model.named_parameters() if "lora_" in n]
-            with deepspeed.zero.GatheredParameters(trained):
-                expected = [p.detach().float().clone() for p in trained]
-            trainer.deepspeed.destroy()
-            deepspeed.comm.barrier()  # the main process saves
-            loaded = PeftModel.from_pretrained(make_model(), folder)
-            got = [p for n, p in loaded.named_parameters() if "lora_" in n]
-            assert len(got) == len(expected) > 0
-            assert all(torch.equal(a.float(), b) for a, b in zip(got, expected)), f"stage {stage}"
+    def test_offload_and_fp16_take_the_same_way(self, tmp_path: Path) -> None:
+        self.take_the_way(tmp_path, 1, [*host_rows(), *file_rows(tmp_path), *fp16_rows()])
+
+    def test_resumes(self, tmp_path: Path) -> None:
+        """Checkpoints are without the frozen base, as Trainer asks of the engine where the model is peft's."""
+        for index, row in enumerate([*({"deepspeed": ds_config(stage)} for stage in range(4)), host_rows()[-1]]):
+            folder = tmp_path / f"run{index}"
+            resumed = assert_resumes(partial(make_lora_trainer, folder, None, 2, 6, **row), folder, row)
+            assert_runs_as_asked(resumed.deepspeed, row)
+            resumed.deepspeed.destroy()
 
     def test_adalora_reads_gradients(self) -> None:
         """It cuts ranks by importance, which it takes from ``safe_get_full_grad`` between backward and step."""
@@ -79,7 +107,7 @@ class TestPeft(DistributedTest):
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
             }
             kept = HfDeepSpeedConfig(config)  # while it lives, peft knows that it runs under an engine
-            engine, *_ = deepspeed.initialize(model=make_adapted("adalora"), config=config)
+            engine, *_ = deepspeed.initialize(model=make_adapted(make_adalora_config()), config=config)
             batches = make_data(8 * ADALORA_STEPS)
             for step in range(ADALORA_STEPS):
                 begin = 8 * step + 4 * deepspeed.comm.get_rank()

@@ -1,21 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""trl's trainers, as they come: supervised fine-tuning takes the way of its DDP run; so does preference optimization,
-whose reference model trl gives an engine of its own."""
+"""trl's trainers, as they come: supervised fine-tuning, of a model and of adapters, takes the way of its DDP run,
+offloaded and in fp16 too, and resumes; so does preference optimization, whose reference model trl gives an engine of
+its own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from integration.tiny_llama import close, logged, make_data, make_model, training_options
+import deepspeed
+from integration.tiny_llama import (
+    assert_resumes,
+    assert_runs_as_asked,
+    assert_way_of,
+    device_of,
+    ds_config,
+    file_rows,
+    fp16_rows,
+    host_rows,
+    logged,
+    lora_config,
+    make_data,
+    make_model,
+    training_options,
+)
 from unit.common import DistributedTest
 
 pytest.importorskip("trl")
 
 STEPS = 30
-STAGES = (0, 1, 2, 3)
+STAGES: list[dict[str, Any]] = [{"deepspeed": ds_config(stage)} for stage in range(4)]
+FEW_STEPS = 12  # where transformers' Trainer takes the way of its DDP run over 30 steps, in tests of its own and peft's
+CHECKPOINTING = {"deepspeed": ds_config(3), "gradient_checkpointing": True}  # as trl has it by default
+DPO_TOLERANCES = {"tolerance": 5e-2, "norm_tolerance": 1e-1}  # its losses are small
 
 
 def make_tokenizer() -> Any:
@@ -29,69 +51,124 @@ def make_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="0", eos_token="30")
 
 
+def make_sft_trainer(
+    folder: Path, accumulation: int, steps: int, stage: int | None, lora: bool = False, **options: Any
+) -> Any:
+    """With ``lora``, trl puts the adapters around the model; without, all weights are trained."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    texts = [" ".join(map(str, row["input_ids"].tolist())) for row in make_data(96)]
+    data = Dataset.from_dict({"text": texts})
+    kept = {"gradient_checkpointing": False, "max_length": 16}
+    if lora:
+        kept["learning_rate"] = 5e-2
+        torch.manual_seed(4)
+    return SFTTrainer(
+        model=make_model(),
+        args=SFTConfig(**{**training_options(folder, stage, accumulation, steps), **kept, **options}),
+        train_dataset=data,
+        eval_dataset=data.select(range(21)),
+        processing_class=make_tokenizer(),
+        peft_config=lora_config() if lora else None,
+    )
+
+
+def make_dpo_trainer(folder: Path, accumulation: int, steps: int, stage: int | None, **options: Any) -> Any:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    rows = [[str(number) for number in row["input_ids"].tolist()] for row in make_data(64)]
+    data = Dataset.from_dict(
+        {
+            "prompt": [" ".join(row[:4]) + " " for row in rows],
+            "chosen": [" ".join(row[4:8]) for row in rows],
+            "rejected": [" ".join(reversed(row[4:8])) for row in rows],
+        }
+    )
+    kept = {"gradient_checkpointing": False}
+    return DPOTrainer(
+        model=make_model(),
+        ref_model=make_model(),
+        args=DPOConfig(**{**training_options(folder, stage, accumulation, steps), **kept, **options}),
+        train_dataset=data,
+        eval_dataset=data.select(range(21)),
+        processing_class=make_tokenizer(),
+    )
+
+
+def assert_reference_follows(trainer: Any, row: dict[str, Any]) -> None:
+    """The reference model is an engine of its own: partitioned at stage 3, its parameters where the model's are, at
+    other stages whole; it never has an optimizer, and still has the weights that it began with."""
+    asked = row["deepspeed"]["zero_optimization"]
+    reference = trainer.ref_model
+    assert isinstance(reference, deepspeed.DeepSpeedEngine) and reference is not trainer.deepspeed
+    partitioned = asked["stage"] == 3
+    assert reference.zero_optimization_stage() == (3 if partitioned else 0)
+    assert device_of(reference.zero_offload_optimizer()) == "none"
+    assert device_of(reference.zero_offload_param()) == device_of(asked.get("offload_param"))
+    began = dict(make_model().named_parameters())
+    with deepspeed.zero.GatheredParameters(list(reference.module.parameters())):
+        for name, weight in reference.module.named_parameters():
+            assert hasattr(weight, "ds_id") == partitioned
+            assert torch.equal(weight, began[name].to(weight.dtype)), name
+
+
 class TestTrl(DistributedTest):
     world_size = 2
     init_distributed = False
     exec_timeout = 400
 
+    def take_the_way(
+        self,
+        make: Callable[..., Any],
+        rows: list[dict[str, Any]],
+        check: Callable[[Any, dict[str, Any]], None] | None = None,
+        **tolerances: float,
+    ) -> None:
+        """``make(stage, **options)`` makes a trainer; ``check`` is asked about each that has an engine."""
+        plain = make(None)
+        plain.train()
+        plain.evaluate()
+        losses, norms = logged(plain, "loss"), logged(plain, "grad_norm")
+        assert losses[-1] < losses[0] and norms[0] > 0
+        for row in rows:
+            trainer = make(None, **row)
+            trainer.train()
+            assert_runs_as_asked(trainer.deepspeed, row)
+            assert_way_of(plain, trainer, row, **tolerances)
+            if check is not None:
+                check(trainer, row)
+            trainer.deepspeed.destroy()
+
     @pytest.mark.parametrize("accumulation", [1, 4])
     def test_sft_takes_the_way_of_ddp(self, tmp_path: Path, accumulation: int) -> None:
-        from datasets import Dataset
-        from trl import SFTConfig, SFTTrainer
+        self.take_the_way(partial(make_sft_trainer, tmp_path, accumulation, STEPS), STAGES)
 
-        texts = [" ".join(map(str, row["input_ids"].tolist())) for row in make_data(96)]
-        data = Dataset.from_dict({"text": texts})
+    def test_sft_offload_and_fp16_take_the_same_way(self, tmp_path: Path) -> None:
+        rows = [*host_rows(), *file_rows(tmp_path), *fp16_rows(), CHECKPOINTING]
+        self.take_the_way(partial(make_sft_trainer, tmp_path, 1, FEW_STEPS), rows)
 
-        def train(stage: int | None) -> Any:
-            arguments = SFTConfig(
-                **training_options(tmp_path, stage, accumulation, STEPS), gradient_checkpointing=False, max_length=16
-            )
-            trainer = SFTTrainer(
-                model=make_model(), args=arguments, train_dataset=data, processing_class=make_tokenizer()
-            )
-            trainer.train()
-            return trainer
+    def test_sft_of_adapters_takes_the_way_of_ddp(self, tmp_path: Path) -> None:
+        make = partial(make_sft_trainer, tmp_path, 1, FEW_STEPS, lora=True)
+        self.take_the_way(make, [*STAGES, *host_rows(), *fp16_rows(), CHECKPOINTING], norm_tolerance=1e-1)
+        with pytest.raises(ValueError, match="not supported with PEFT . DeepSpeed ZeRO-3"):
+            make(None, **CHECKPOINTING, gradient_checkpointing_kwargs={"selective": True})
 
-        plain = train(None)
-        losses, norms = logged(plain, "loss"), logged(plain, "grad_norm")
-        assert len(losses) == STEPS and losses[-1] < losses[0]
-        for stage in STAGES:
-            trainer = train(stage)
-            got = logged(trainer, "loss"), logged(trainer, "grad_norm")
-            assert close(got[0], losses, 2e-2), f"stage {stage}: losses {got[0]}, DDP {losses}"
-            assert close(got[1], norms, 5e-2), f"stage {stage}: norms {got[1]}, DDP {norms}"
-            trainer.deepspeed.destroy()
+    @pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
+    def test_sft_resumes(self, tmp_path: Path, lora: bool) -> None:
+        for index, row in enumerate([*STAGES, host_rows()[-1]]):
+            folder = tmp_path / f"run{index}"
+            make = partial(make_sft_trainer, folder, 2, 6, None, lora=lora, **row)
+            resumed = assert_resumes(make, folder, row)
+            assert_runs_as_asked(resumed.deepspeed, row)
+            resumed.deepspeed.destroy()
 
     def test_dpo_with_a_reference_model(self, tmp_path: Path) -> None:
-        from datasets import Dataset
-        from trl import DPOConfig, DPOTrainer
+        make = partial(make_dpo_trainer, tmp_path, 1, STEPS)
+        self.take_the_way(make, STAGES, assert_reference_follows, **DPO_TOLERANCES)
 
-        rows = [[str(number) for number in row["input_ids"].tolist()] for row in make_data(64)]
-        data = Dataset.from_dict(
-            {
-                "prompt": [" ".join(row[:4]) + " " for row in rows],
-                "chosen": [" ".join(row[4:8]) for row in rows],
-                "rejected": [" ".join(reversed(row[4:8])) for row in rows],
-            }
-        )
-
-        def train(stage: int | None) -> Any:
-            trainer = DPOTrainer(
-                model=make_model(),
-                ref_model=make_model(),
-                args=DPOConfig(**training_options(tmp_path, stage, 1, STEPS), gradient_checkpointing=False),
-                train_dataset=data,
-                processing_class=make_tokenizer(),
-            )
-            trainer.train()
-            return trainer
-
-        plain = train(None)
-        losses, norms = logged(plain, "loss"), logged(plain, "grad_norm")
-        assert len(losses) == STEPS and losses[-1] < losses[0]
-        for stage in STAGES:
-            trainer = train(stage)
-            got = logged(trainer, "loss"), logged(trainer, "grad_norm")
-            assert close(got[0], losses, 5e-2), f"stage {stage}: losses {got[0]}, DDP {losses}"
-            assert close(got[1], norms, 1e-1), f"stage {stage}: norms {got[1]}, DDP {norms}"
-            trainer.deepspeed.destroy()
+    def test_dpo_offload_and_fp16_take_the_same_way(self, tmp_path: Path) -> None:
+        make = partial(make_dpo_trainer, tmp_path, 1, FEW_STEPS)
+        rows = [*host_rows()[1:], *fp16_rows()[2:]]
+        self.take_the_way(make, rows, assert_reference_follows, **DPO_TOLERANCES)

@@ -140,6 +140,18 @@ class TestSurface(DistributedTest):
                 engine.step()
                 assert engine.was_step_applied()
 
+    def test_a_failing_release_is_silent_at_the_end_of_the_program_alone(self) -> None:
+        engine = cases.make_engine(cases.make_config(1))
+
+        def fail() -> None:
+            raise TypeError("torch has been taken apart")
+
+        engine.monitor.close, close = fail, engine.monitor.close
+        engine.__del__(lambda: True)
+        with pytest.raises(TypeError, match="taken apart"):
+            engine.__del__(lambda: False)
+        engine.monitor.close = close
+
     def test_what_is_not_built_says_so_by_name(self) -> None:
         engine = cases.make_engine(cases.make_config(1))
         assert "save_checkpoint" in _UNBUILT or hasattr(DeepSpeedEngine, "save_checkpoint")
