@@ -142,7 +142,7 @@ class EngineRun:
                 engine.allreduce_gradients()
             for edit in window.edits:
                 if edit.micro_step == position:
-                    self._edit(edit)
+                    self._edit(edit, step)
             if last and window.read_by == "accessor":
                 outcome.gradients = {name: safe_get_full_grad(p).double() for name, p in self.trained.items()}
             steps_before = engine.global_steps
@@ -201,7 +201,10 @@ class EngineRun:
                     return names[id(parameter)]
         return "gain"
 
-    def _edit(self, edit: Edit) -> None:
+    def _edit(self, edit: Edit, step: MicroStep) -> None:
+        if any(backward.ranks is not None for backward in step.backwards):
+            # A rank alone in its loss.backward() waits for the others' next call of the engine: nothing before it.
+            self.engine.allreduce_gradients()
         name = self._edited(edit, self.module)
         parameter = self.trained[name]
         if edit.how == "published":
