@@ -6,13 +6,16 @@ has none before the first result of a window lands in it, and none after the ste
 while the activations of the first ones are still there, and during forward there is no gradient at all.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
 import torch
 
+from deepspeed.runtime.gradients.host_memory import HostMemory
 from deepspeed.runtime.gradients.layout import FlatGroup
 from deepspeed.runtime.gradients.ledger import GradientAccountingError
+from deepspeed.runtime.gradients.streams import HostOrder
 
 PARTS = 16  # at most, about: what is allocated ahead of need is below a sixteenth
 LEAST_PART = 1 << 22  # elements; a launch for less is not worth it
@@ -79,9 +82,10 @@ class GradientShard:
         elif self._whole is None:
             self._whole = self._allocate(self.numel)
 
-    def end_window(self) -> None:
-        """The values are not needed any more."""
+    def end_window(self, order: HostOrder) -> None:
+        """The values are not needed any more, once the current stream has done what it was given."""
         if self.keeping is not Keeping.ALWAYS:
+            order.hold_for_current(self.memory())
             self.release()
 
     def release(self) -> None:
@@ -135,6 +139,25 @@ class GradientShard:
         for index, (first, last) in enumerate(self._ranges):
             if first < end and begin < last:
                 yield index, first, last
+
+
+def make_shards(
+    groups: Sequence[FlatGroup],
+    dtype_of: Callable[[FlatGroup], torch.dtype],
+    host_memory: HostMemory,
+    keeping: Keeping,
+) -> list[GradientShard]:
+    """One for each group, without memory yet. Those that rest on the host keep what they got."""
+    shards = []
+    for group in groups:
+        dtype = dtype_of(group)
+        if group.on_host:
+            allocate: Callable[[int], torch.Tensor] = functools.partial(host_memory.zeros, dtype=dtype)
+        else:
+            make = torch.zeros if keeping is Keeping.ALWAYS else torch.empty
+            allocate = functools.partial(make, dtype=dtype, device=group.device)
+        shards.append(GradientShard(group, dtype, allocate, Keeping.ALWAYS if group.on_host else keeping))
+    return shards
 
 
 def cut_between_parameters(group: FlatGroup) -> list[tuple[int, int]]:

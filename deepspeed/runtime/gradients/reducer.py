@@ -21,10 +21,10 @@ from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
 from deepspeed.runtime.gradients.arithmetic import deliver
 from deepspeed.runtime.gradients.backward_scope import BackwardScope
 from deepspeed.runtime.gradients.buckets import Bucket, BufferPool, CommBuffer
-from deepspeed.runtime.gradients.gradient_shard import GradientShard, Keeping
+from deepspeed.runtime.gradients.gradient_shard import GradientShard, Keeping, make_shards
 from deepspeed.runtime.gradients.host_landing import HostLanding
 from deepspeed.runtime.gradients.host_memory import HostMemory
-from deepspeed.runtime.gradients.layout import BucketPlan, FlatGroup, ShardLayout
+from deepspeed.runtime.gradients.layout import FlatGroup, ShardLayout
 from deepspeed.runtime.gradients.ledger import GradientAccountingError, Ledger, ParameterRecord, Phase, stray_message
 from deepspeed.runtime.gradients.streams import order_for
 from deepspeed.utils.nvtx import profiler_range
@@ -126,7 +126,7 @@ class GradientReducer:
         for bucket in self.buckets:
             for record in bucket.records:
                 self._buckets_of[record.index].append(bucket)
-        self.shards = [self._make_shard(group) for group in layout.groups]
+        self.shards = make_shards(layout.groups, self._shard_dtype, settings.host_memory, self._keeping())
         self.window_loss_scale = 1.0
         # the scale of other ranks' backwards, for a window in which this rank has none
         self.current_loss_scale: Callable[[], float] = lambda: 1.0
@@ -154,6 +154,15 @@ class GradientReducer:
     def _accum_dtype(self, group: FlatGroup) -> torch.dtype:
         wide = group.dtype if group.dtype.itemsize > 4 else None
         return wide or self.settings.accum_dtype
+
+    def _shard_dtype(self, group: FlatGroup) -> torch.dtype:
+        accum = self._accum_dtype(group)
+        return torch.float32 if accum is torch.float16 else accum
+
+    def _keeping(self) -> Keeping:
+        if self.layout.replicated or self._holds_memory:  # stage 0 publishes views of its shards
+            return Keeping.ALWAYS
+        return Keeping.PARTS if self.settings.shard_in_parts else Keeping.WINDOW
 
     # ------------------------------------------------------------------ numbers
 
@@ -326,7 +335,9 @@ class GradientReducer:
         with torch.no_grad(), profiler_range(bucket.label):
             data = bucket.fill(buffers[0].data, self.order, self._factor, before)
             # Before the side stream is let go on: so it waits for whoever had this memory before.
-            self._provide_shard(plan)
+            if plan.result is not None:
+                begin, end = plan.result
+                self.shards[plan.group].provide(plan.shard_offset, plan.shard_offset + end - begin)
             self.order.fork()
             with self.order.side():
                 reduction = collectives.reduce_buffer(
@@ -379,31 +390,13 @@ class GradientReducer:
                 " equally often",
             ) from error
 
-    def _make_shard(self, group: FlatGroup) -> GradientShard:
-        """This rank's share of a group's gradient, without memory yet."""
-        accum = self._accum_dtype(group)
-        dtype = torch.float32 if accum is torch.float16 else accum
-        if group.on_host:
-            return GradientShard(group, dtype, lambda numel: self.settings.host_memory.zeros(numel, dtype))
-        if self.layout.replicated or self._holds_memory:  # stage 0 publishes views of it
-            return GradientShard(group, dtype, lambda numel: torch.zeros(numel, dtype=dtype, device=group.device))
-        keeping = Keeping.PARTS if self.settings.shard_in_parts else Keeping.WINDOW
-        return GradientShard(group, dtype, lambda numel: torch.empty(numel, dtype=dtype, device=group.device), keeping)
-
-    def _provide_shard(self, plan: BucketPlan) -> None:
-        """Memory for what the collective of a bucket brings."""
-        if plan.result is not None:
-            begin, end = plan.result
-            self.shards[plan.group].provide(plan.shard_offset, plan.shard_offset + end - begin)
-
     def _free_memory(self) -> None:
         """Between windows, where memory of the device is held only while it is needed: forward has more use for it."""
         if self._holds_memory:
             return
         self.order.join()  # the side stream may still write there
         for shard in self.shards:
-            self.order.hold_for_current(shard.memory())
-            shard.end_window()
+            shard.end_window(self.order)
         if any(buffer.data.nbytes >= LARGE_BUFFER for buffer in self.pool.buffers()):
             self.free_buffers()
 

@@ -119,7 +119,7 @@ def test_parked_sent_late_and_missing_contributions_all_arrive_once(world: int, 
                 assert (found - right).abs().max() <= 2e-6 * right.norm(), case
             for rank in ranks:
                 assert all(r.seen == r.taken and r.parameter.grad is None for r in rank.records)
-                rank.shard.end_window()
+                rank.shard.end_window(ORDER)
                 assert not rank.shard.held
                 for bucket in rank.buckets:
                     assert not bucket.local_in_use
