@@ -4,6 +4,7 @@
 import importlib
 from typing import Any
 
+from deepspeed import unbuilt
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.utils.comms_logging import get_caller_func
 from deepspeed.utils.exceptions import DeprecatedException
@@ -107,5 +108,5 @@ _LATER = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        unbuilt.refuse(__name__, name)
     return getattr(importlib.import_module(_LATER[name]), name)

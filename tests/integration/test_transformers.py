@@ -14,8 +14,7 @@ import torch
 import deepspeed
 from integration.tiny_llama import (
     assert_resumes,
-    assert_runs_as_asked,
-    assert_way_of,
+    assert_rows_take_the_way,
     ds_config,
     file_rows,
     fp16_rows,
@@ -38,17 +37,7 @@ class TestTrainer(DistributedTest):
     exec_timeout = 400
 
     def take_the_way(self, folder: Path, accumulation: int, rows: list[dict[str, Any]]) -> None:
-        plain = make_trainer(folder, None, accumulation, STEPS)
-        plain.train()
-        plain.evaluate()
-        losses, norms = logged(plain, "loss"), logged(plain, "grad_norm")
-        assert losses[-1] < 0.8 * losses[0] and norms[0] > 0
-        for row in rows:
-            trainer = make_trainer(folder, None, accumulation, STEPS, **row)
-            trainer.train()
-            assert_runs_as_asked(trainer.deepspeed, row)
-            assert_way_of(plain, trainer, row)
-            trainer.deepspeed.destroy()
+        assert_rows_take_the_way(partial(make_trainer, folder, None, accumulation, STEPS), rows, falls_to=0.8)
 
     @pytest.mark.parametrize("accumulation", [1, 4])
     def test_takes_the_way_of_ddp(self, tmp_path: Path, accumulation: int) -> None:

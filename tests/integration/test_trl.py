@@ -5,7 +5,6 @@ its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,13 @@ import torch
 import deepspeed
 from integration.tiny_llama import (
     assert_resumes,
+    assert_rows_take_the_way,
     assert_runs_as_asked,
-    assert_way_of,
     device_of,
     ds_config,
     file_rows,
     fp16_rows,
     host_rows,
-    logged,
     lora_config,
     make_data,
     make_model,
@@ -119,41 +117,19 @@ class TestTrl(DistributedTest):
     init_distributed = False
     exec_timeout = 400
 
-    def take_the_way(
-        self,
-        make: Callable[..., Any],
-        rows: list[dict[str, Any]],
-        check: Callable[[Any, dict[str, Any]], None] | None = None,
-        **tolerances: float,
-    ) -> None:
-        """``make(stage, **options)`` makes a trainer; ``check`` is asked about each that has an engine."""
-        plain = make(None)
-        plain.train()
-        plain.evaluate()
-        losses, norms = logged(plain, "loss"), logged(plain, "grad_norm")
-        assert losses[-1] < losses[0] and norms[0] > 0
-        for row in rows:
-            trainer = make(None, **row)
-            trainer.train()
-            assert_runs_as_asked(trainer.deepspeed, row)
-            assert_way_of(plain, trainer, row, **tolerances)
-            if check is not None:
-                check(trainer, row)
-            trainer.deepspeed.destroy()
-
     @pytest.mark.parametrize("accumulation", [1, 4])
     def test_sft_takes_the_way_of_ddp(self, tmp_path: Path, accumulation: int) -> None:
-        self.take_the_way(partial(make_sft_trainer, tmp_path, accumulation, STEPS), STAGES)
+        assert_rows_take_the_way(partial(make_sft_trainer, tmp_path, accumulation, STEPS, None), STAGES)
 
     def test_sft_offload_and_fp16_take_the_same_way(self, tmp_path: Path) -> None:
         rows = [*host_rows(), *file_rows(tmp_path), *fp16_rows(), CHECKPOINTING]
-        self.take_the_way(partial(make_sft_trainer, tmp_path, 1, FEW_STEPS), rows)
+        assert_rows_take_the_way(partial(make_sft_trainer, tmp_path, 1, FEW_STEPS, None), rows)
 
     def test_sft_of_adapters_takes_the_way_of_ddp(self, tmp_path: Path) -> None:
-        make = partial(make_sft_trainer, tmp_path, 1, FEW_STEPS, lora=True)
-        self.take_the_way(make, [*STAGES, *host_rows(), *fp16_rows(), CHECKPOINTING], norm_tolerance=1e-1)
+        make = partial(make_sft_trainer, tmp_path, 1, FEW_STEPS, None, lora=True)
+        assert_rows_take_the_way(make, [*STAGES, *host_rows(), *fp16_rows(), CHECKPOINTING], norm_tolerance=1e-1)
         with pytest.raises(ValueError, match="not supported with PEFT . DeepSpeed ZeRO-3"):
-            make(None, **CHECKPOINTING, gradient_checkpointing_kwargs={"selective": True})
+            make(**CHECKPOINTING, gradient_checkpointing_kwargs={"selective": True})
 
     @pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
     def test_sft_resumes(self, tmp_path: Path, lora: bool) -> None:
@@ -165,10 +141,10 @@ class TestTrl(DistributedTest):
             resumed.deepspeed.destroy()
 
     def test_dpo_with_a_reference_model(self, tmp_path: Path) -> None:
-        make = partial(make_dpo_trainer, tmp_path, 1, STEPS)
-        self.take_the_way(make, STAGES, assert_reference_follows, **DPO_TOLERANCES)
+        make = partial(make_dpo_trainer, tmp_path, 1, STEPS, None)
+        assert_rows_take_the_way(make, STAGES, assert_reference_follows, **DPO_TOLERANCES)
 
     def test_dpo_offload_and_fp16_take_the_same_way(self, tmp_path: Path) -> None:
-        make = partial(make_dpo_trainer, tmp_path, 1, FEW_STEPS)
+        make = partial(make_dpo_trainer, tmp_path, 1, FEW_STEPS, None)
         rows = [*host_rows()[1:], *fp16_rows()[2:]]
-        self.take_the_way(make, rows, assert_reference_follows, **DPO_TOLERANCES)
+        assert_rows_take_the_way(make, rows, assert_reference_follows, **DPO_TOLERANCES)

@@ -178,6 +178,30 @@ def assert_way_of(
     assert close(got, expected, tolerance), f"{name}: evaluated to {got}, DDP {expected}"
 
 
+def assert_rows_take_the_way(
+    make: Callable[..., Any],
+    rows: list[dict[str, Any]],
+    check: Callable[[Any, dict[str, Any]], None] | None = None,
+    falls_to: float = 1.0,
+    **tolerances: float,
+) -> None:
+    """``make(**options)`` makes a trainer; each of ``rows`` are options of one that takes the way of the DDP run, whose
+    loss falls below ``falls_to`` times its first. ``check(trainer, row)`` demands more of each."""
+    plain = make()
+    plain.train()
+    plain.evaluate()
+    losses, norms = logged(plain, "loss"), logged(plain, "grad_norm")
+    assert losses[-1] < falls_to * losses[0] and norms[0] > 0
+    for row in rows:
+        trainer = make(**row)
+        trainer.train()
+        assert_runs_as_asked(trainer.deepspeed, row)
+        assert_way_of(plain, trainer, row, **tolerances)
+        if check is not None:
+            check(trainer, row)
+        trainer.deepspeed.destroy()
+
+
 def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
     """Copies of all weights of the trained model, by name."""
     with deepspeed.zero.GatheredParameters(list(trainer.model.parameters())):

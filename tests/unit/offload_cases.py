@@ -115,6 +115,25 @@ def make(stage: int, case: Case, zero: dict[str, Any]) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
 
 
+def run_window(engine: Any, case: Case, window: int) -> None:
+    """All backwards of a window, up to its last ``step()``."""
+    for micro_step in range(case.accumulation):
+        if micro_step:
+            engine.step()
+        run_micro_step(engine, case.losses, case.form, my_batch(engine, window, micro_step, case.dtype))
+
+
+def reference(engine: Any, case: Case, window: int) -> dict[str, Tensor]:
+    """The gradients of a window at the engine's present weights, in float64. Collective."""
+    steps = range(case.accumulation)
+    return expected_gradients(
+        engine.module,
+        case.losses,
+        lambda rank: [make_batch(rank, window, step, case.dtype) for step in steps],
+        case.accumulation,
+    )
+
+
 def _adds_in_the_same_order(stage: int, case: Case) -> bool:
     """Stage 1 reduces in each backward where gradients are offloaded. On several ranks it may depend on time which of
     several contributions of one backward a bucket takes along. And among more than two ranks an element's place in its
@@ -138,17 +157,9 @@ def compare(stage: int, case: Case, offload: dict[str, Any], windows: int = 2) -
     engines = [make(stage, case, case.zero), make(stage, case, {**case.zero, **offload})]
     rounding = _rounding(stage, case, engines[0].device)
     for window in range(windows):
-        expected = expected_gradients(
-            engines[1].module,
-            case.losses,
-            lambda rank, w=window: [make_batch(rank, w, step, case.dtype) for step in range(case.accumulation)],
-            case.accumulation,
-        )
+        expected = reference(engines[1], case, window)
         for engine in engines:
-            for micro_step in range(case.accumulation):
-                if micro_step:
-                    engine.step()
-                run_micro_step(engine, case.losses, case.form, my_batch(engine, window, micro_step, case.dtype))
+            run_window(engine, case, window)
         assert_gradients(engines[1], expected, case.dtype, f"{case}, window {window}")
         gradients = [full_gradients(engine) for engine in engines]
         for engine in engines:

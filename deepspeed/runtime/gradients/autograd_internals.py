@@ -187,13 +187,9 @@ def will_run_in_current_task(node: Any) -> bool:
     return bool(_will_execute(node))
 
 
-def can_see_saved_tensors_hooks() -> bool:
-    """Whether torch tells which hooks for saved tensors are set. torch 2.4 does not: others' might be hidden then."""
-    return _saved_hooks_allowed is not None and _top_saved_hooks is not None
-
-
 def saved_tensors_hooks_are_allowed() -> bool:
-    """Whether hooks for saved tensors may be set: not inside ``torch.func`` transforms.
+    """Whether hooks for saved tensors may be set: not inside ``torch.func`` transforms, and not where torch cannot tell
+    whether they would hide others' (2.4).
 
     Fallback: False; weights then stay in memory for as long as a graph needs them.
     """

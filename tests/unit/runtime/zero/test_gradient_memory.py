@@ -14,19 +14,24 @@ import deepspeed.comm as dist
 from deepspeed.runtime.gradients import gradient_shard
 from deepspeed.runtime.gradients import reducer as reducer_module
 from deepspeed.runtime.gradients.gradient_shard import Keeping
+from deepspeed.runtime.gradients.layout import FlatPartition, PerParameter, make_flat_groups
+from deepspeed.runtime.gradients.ledger import ParameterRecord
 from deepspeed.runtime.gradients.streams import HostOrder
 from unit.common import DistributedTest
-from unit.graphs import (
-    assert_gradients,
-    expected_gradients,
-    full_gradients,
-    make_batch,
-    my_batch,
-    run_micro_step,
-    two_backwards,
-    weights_of,
+from unit.graphs import assert_gradients, full_gradients, two_backwards, weights_of
+from unit.offload_cases import (
+    BF16,
+    EXACTLY,
+    FP32,
+    Case,
+    adamw,
+    fused_adam,
+    make,
+    reentrant,
+    reference,
+    run_window,
+    sgd,
 )
-from unit.offload_cases import BF16, FP32, Case, adamw, fused_adam, make, reentrant, sgd
 
 CASES = [
     Case(optimizer=fused_adam, clip=0.5),
@@ -35,7 +40,6 @@ CASES = [
     Case(two_backwards, accumulation=2, dtype=BF16, optimizer=adamw, zero={"overlap_comm": True}),
     Case(optimizer=fused_adam, zero={"reduce_bucket_size": 1000, "reduce_scatter": False}),
 ]
-EXACTLY = {"rtol": 0.0, "atol": 0.0}
 
 
 def shards_of(engine: Any) -> list[Any]:
@@ -58,23 +62,6 @@ def make_pair(stage: int, case: Case, patch: pytest.MonkeyPatch) -> tuple[Any, A
     sparing = make(stage, case, case.zero)
     fill_with_nan(sparing)
     return holding, sparing
-
-
-def run_window(engine: Any, case: Case, window: int) -> None:
-    for micro_step in range(case.accumulation):
-        if micro_step:
-            engine.step()
-        run_micro_step(engine, case.losses, case.form, my_batch(engine, window, micro_step, case.dtype))
-
-
-def reference(engine: Any, case: Case, window: int) -> dict[str, torch.Tensor]:
-    steps = range(case.accumulation)
-    return expected_gradients(
-        engine.module,
-        case.losses,
-        lambda rank: [make_batch(rank, window, step, case.dtype) for step in steps],
-        case.accumulation,
-    )
 
 
 class TestGradientsWithoutLastingMemory(DistributedTest):
@@ -176,9 +163,6 @@ class TestMemoryFollowsBackward(DistributedTest):
 
 
 def test_cuts_are_between_parameters_and_cover_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepspeed.runtime.gradients.layout import FlatPartition, PerParameter, make_flat_groups
-    from deepspeed.runtime.gradients.ledger import ParameterRecord
-
     shapes = [(3,), (256,), (5, 5), (1,), (128, 7), (2,)]
     records = [ParameterRecord(torch.nn.Parameter(torch.zeros(s)), str(i), i) for i, s in enumerate(shapes)]
     for least, alignment in ((1, 1), (40, 1), (1, 128), (10_000, 1)):
