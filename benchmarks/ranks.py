@@ -23,6 +23,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def own_paths() -> list[str]:
+    """Python's path that leads to this package first, and then where this process was told to look."""
+    return [str(HERE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+
+
 def rank_environment(
     rank: int, ranks: int, port: int, device: str, threads: int, paths: Sequence[str]
 ) -> dict[str, str]:
@@ -85,17 +90,18 @@ def run_ranks(
     threads: int = 1,
     what: str = "",
     python: str = sys.executable,
-    paths: Sequence[str] = (str(HERE.parent),),
+    paths: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Run ``script`` once per rank and return what the ranks wrote, in rank order.
 
     The script gets ``task`` as JSON in its only argument, with ``output`` set to a folder, in which it must write
-    ``rank<N>.json``.
+    ``rank<N>.json``. ``paths`` is Python's path; None: ``own_paths()``.
 
     Raises:
         RuntimeError: a rank failed; carries ``what`` and the end of its output.
     """
     port = free_port()
+    paths = own_paths() if paths is None else paths
     with tempfile.TemporaryDirectory() as folder:
         argument = json.dumps(task | {"output": folder})
         logs = [Path(folder, f"rank{rank}.log") for rank in range(ranks)]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from backends import NAMES, PEER_NAMES
 from models import MODELS, make_workload
-from ranks import HERE, run_ranks
+from ranks import HERE, own_paths, run_ranks
 from report import Round, Row, compare, disagreements, format_reuse, format_table, plot
 from worker import Task
 
@@ -75,7 +75,7 @@ def peer_python(path: Path | None) -> tuple[str, list[str]]:
         FileNotFoundError: there is neither an interpreter nor an importable package at ``path``.
     """
     if path is None:
-        return sys.executable, [str(HERE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        return sys.executable, own_paths()
     for python in (path, path / "bin" / "python"):
         if python.is_file():
             return str(python), []

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base classes of the optimizers an engine steps with, and the tracking of backwards."""
 
-import functools
 import logging
 import math
 import weakref
@@ -64,7 +63,7 @@ class BackwardHookStateManager:
         self._post_backward_hooks: list[Callable[[], None]] = []
         if reducer is not None:
             for record in reducer.ledger.records:
-                on_firing = functools.partial(self._on_firing, record)
+                on_firing = reducer.firing_of(record, self._locate)
                 record.handle = record.parameter.register_post_accumulate_grad_hook(on_firing)
 
     # -------------------------------------------------- announced backwards
@@ -134,7 +133,8 @@ class BackwardHookStateManager:
             self.abort_backward("an exception in loss.backward()")
 
     def _locate(self, record: ParameterRecord) -> BackwardScope:
-        """The scope a firing belongs to; opens one when this is the first event of a backward."""
+        """The scope that a firing outside of an announced backward belongs to; opens one when this is the first event
+        of a backward."""
         scope = self.scope
         if scope is not None:
             if scope.is_certainly_running() or not autograd.can_queue_callbacks():
@@ -172,14 +172,6 @@ class BackwardHookStateManager:
         return scope
 
     # -------------------------------------------------- events
-
-    def _on_firing(self, record: ParameterRecord, _: torch.Tensor) -> None:
-        """Post-accumulate-grad hook: autograd has just put a contribution into ``.grad``."""
-        scope = self.scope
-        if scope is None or not scope.announced:
-            scope = self._locate(record)
-        record.count()
-        self.reducer.on_contribution(record, scope)
 
     def before_accumulation(self, _: torch.Tensor) -> None:
         """Tensor hook of a leaf whose ``.grad`` may be published: take it back before autograd adds to it."""

@@ -96,8 +96,9 @@ MUTATIONS = (
     Mutation(
         "what comes late is dropped",
         REDUCER,
-        "        record.awaited -= 1\n",
-        "        record.awaited -= 1\n        if record.phase.name == 'LATE':\n            record.drop_gradient()\n",
+        "            if record.count() and self._eager:\n",
+        "            last = record.count()\n            if record.phase.name == 'LATE':\n"
+        "                record.drop_gradient()\n            if last and self._eager:\n",
     ),
     # numbers
     Mutation(

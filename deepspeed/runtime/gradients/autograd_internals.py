@@ -159,13 +159,13 @@ def _takes_many_tensors(function: Callable[..., None]) -> bool:
 _VERSIONS_AT_ONCE = _takes_many_tensors(torch.autograd.graph.increment_version)
 
 
-def current_stream_handle(device_index: int) -> int:
-    """The driver's handle of the current CUDA stream, which tells streams of one device apart.
+def _public_stream_handle(device_index: int) -> int:
+    return torch.cuda.current_stream(device_index).cuda_stream
 
-    Fallback: the public way, at a microsecond or two more."""
-    if _stream_handle is None:
-        return torch.cuda.current_stream(device_index).cuda_stream
-    return _stream_handle(device_index)
+
+# The driver's handle of the current CUDA stream of a device, by its index: tells streams of one device apart. Fallback:
+# the public way, at a microsecond or two more.
+current_stream_handle: Callable[[int], int] = _public_stream_handle if _stream_handle is None else _stream_handle
 
 
 def accumulate_grad_nodes(parameters: Sequence[torch.nn.Parameter]) -> list[Any]:

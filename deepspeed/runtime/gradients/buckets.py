@@ -179,12 +179,13 @@ class Bucket:
     def _take(self, order: HostOrder, move: Move) -> tuple[list[int], list[torch.Tensor], list[int]]:
         """Take over the gradient of each parameter: positions with one, those gradients, positions without."""
         present, gradients, absent = [], [], []
+        here = order.here()
         for i, record in enumerate(self.records):
             gradient = record.gradient_for_bucket(move)
             if gradient is None:
                 absent.append(i)
                 continue
-            if record.streams:
+            if record.streams and record.streams != here:
                 order.wait_for_writers(record.streams, gradient)
             present.append(i)
             gradients.append(gradient)

@@ -102,7 +102,7 @@ class ParameterRecord:
         self.parked = False  # whether the local accumulation buffers hold something of this parameter
         self.awaited = 0  # firings still expected before its buckets are worth sending
         self.fired_in_backward = 0
-        self.streams: list[int] = []  # handles of device streams on which contributions were written
+        self.streams: list[int] = []  # handles of device streams on which contributions were written in this window
         self.handle: torch.utils.hooks.RemovableHandle | None = None
 
     def move(self, move: Move) -> None:
@@ -115,14 +115,16 @@ class ParameterRecord:
             )
         self.phase = after
 
-    def count(self) -> None:
-        """Enter the contribution that has just arrived into the books."""
+    def count(self) -> bool:
+        """Enter the contribution that has just arrived into the books; True with the last firing that is awaited."""
         self.fired_in_backward += 1
-        if self.parameter.grad is None:
-            return  # a custom function returned None for this input: autograd fires the hook but delivers nothing
-        self.phase = AFTER_FIRING[self.phase]
-        self.unmoved += 1
-        self.seen += 1
+        self.awaited -= 1
+        # A custom function may return None for this input: autograd fires the hook then, but delivers nothing.
+        if self.parameter.grad is not None:
+            self.phase = AFTER_FIRING[self.phase]
+            self.unmoved += 1
+            self.seen += 1
+        return self.awaited == 0
 
     def take_gradient(self) -> torch.Tensor | None:
         """Move what lies in ``.grad`` out of it, so that a later firing starts afresh. None when there is nothing."""
@@ -190,6 +192,8 @@ class ParameterRecord:
         self.fired_in_backward = 0
         self.parked = False
         self.phase = IDLE
+        if len(self.streams) > 1:  # one is most often the next window's too
+            self.streams.clear()
 
 
 @dataclass
@@ -205,6 +209,9 @@ class Ledger:
     poison: str = ""  # why this window's gradient is unusable, empty when it is fine
     expected_firings: dict[int, list[int]] = field(default_factory=dict)  # by ordinal of the backward, then by record
     lessons: int = 0  # how often something new was learnt
+
+    def __post_init__(self) -> None:
+        self._parameters = [record.parameter for record in self.records]
 
     @property
     def empty(self) -> bool:
@@ -240,6 +247,9 @@ class Ledger:
     def strays(self) -> list[ParameterRecord]:
         """Records whose ``.grad`` was set by hand: no hook saw it, so it must neither be used nor be lost in
         silence."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        if gradients.count(None) == len(gradients):
+            return []
         return [record for record in self.records if record.parameter.grad is not None and not record.unmoved]
 
     def refuse_strays(self, fired: ParameterRecord | None = None) -> None:

@@ -137,6 +137,7 @@ class GradientReducer:
         self._next = 0  # buckets sent in the open round
         self._round_open = False
         self._eager = False  # whether buckets may leave before the sweep
+        self._announced: BackwardScope | None = None  # the backward that is running, if every rank knows of it
         self._factor = 1.0
         self._transport_failed = False
         self.usable = True  # as far as was asked in the last backward
@@ -205,6 +206,7 @@ class GradientReducer:
         if self._eager:
             for bucket, waiting in zip(self.buckets, self._records_awaited()):
                 bucket.waiting = waiting + bucket.held_back
+        self._announced = scope if scope.announced else None
 
     def _records_awaited(self) -> list[int]:
         """For each bucket, of how many of its parameters a firing is awaited in the backward that begins. Counted anew
@@ -221,17 +223,35 @@ class GradientReducer:
             return False
         return self.settings.every_backward or self.schedule.is_boundary()
 
-    def on_contribution(self, record: ParameterRecord, scope: BackwardScope) -> None:
-        """A parameter fired: send the buckets that are complete and whose turn it is."""
-        if self.order.asynchronous:
-            self.order.note_writer(record.streams)
-        record.awaited -= 1
-        if record.awaited == 0 and self._eager:
-            for bucket in self._buckets_of[record.index]:
-                bucket.waiting -= 1
-            # Not one of this parameter's buckets need be next: those in front may have had nothing to wait for.
-            if self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
-                self._advance(scope)
+    def firing_of(
+        self, record: ParameterRecord, locate: Callable[[ParameterRecord], BackwardScope]
+    ) -> Callable[[torch.Tensor], None]:
+        """The post-accumulate-grad hook of a parameter: autograd has just put a contribution into ``.grad``. It enters
+        the books, and the buckets that are complete and whose turn it is are sent.
+
+        One function for each parameter, with all it needs at hand: it runs once per parameter and backward while a
+        device waits for the host, and a ``partial`` of a method that calls others took twice as long.
+
+        Args:
+            locate: gives the scope of a firing outside of an announced backward.
+        """
+        buckets, of_this = self.buckets, tuple(self._buckets_of[record.index])
+        note_writer = self.order.note_writer if self.order.asynchronous else None
+
+        def on_firing(_: torch.Tensor) -> None:
+            scope = self._announced
+            if scope is None:
+                scope = locate(record)
+            if note_writer is not None:
+                note_writer(record.streams)
+            if record.count() and self._eager:
+                for bucket in of_this:
+                    bucket.waiting -= 1
+                # Not one of this parameter's buckets need be next: those in front may have had nothing to wait for.
+                if self._next < len(buckets) and buckets[self._next].waiting == 0:
+                    self._advance(scope)
+
+        return on_firing
 
     def _advance(self, scope: BackwardScope) -> None:
         """Send complete buckets, never out of order."""
@@ -261,6 +281,7 @@ class GradientReducer:
 
     def end_backward(self, scope: BackwardScope) -> None:
         """The sweep: send what has not been sent, park what came too late or is not reduced now."""
+        self._announced = None
         if self._eager and (scope.announced or self._round_open or self.ledger.waiting()):
             self._open_round(scope)
             self._finish_round()
@@ -275,6 +296,7 @@ class GradientReducer:
     def abort_backward(self, reason: str, announced: bool = False) -> None:
         """An exception ended the backward: drop its contributions, or make the window unusable if some were reduced.
         ``announced``: every rank runs this backward."""
+        self._announced = None
         # a round may also have been asked for by an accessor in the middle of it
         sent, total = self.collectives_issued - self._issued_at_begin, len(self.buckets)
         round_was_open = self._round_open

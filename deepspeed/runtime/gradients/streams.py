@@ -19,11 +19,16 @@ class HostOrder:
 
     asynchronous = False
 
+    def here(self) -> list[int]:
+        """The current stream, by its handle, as ``note_writer`` notes it: what is noted so alone needs no waiting."""
+        return []
+
     def note_writer(self, streams: list[int]) -> None:
         """Remember the stream on which a gradient was written: in ``streams``, by its handle."""
 
     def wait_for_writers(self, streams: list[int], gradient: torch.Tensor) -> None:
-        """Let the current stream wait for everything that wrote ``gradient``."""
+        """Let the current stream wait for everything that wrote ``gradient``. Nothing is forgotten: another stream may
+        take another part of it."""
 
     def side(self) -> AbstractContextManager:
         """Context in which collectives are launched and their results used."""
@@ -67,27 +72,23 @@ class SideStream(HostOrder):
         self._index = self.stream.device_index
         self._by_handle: dict[int, torch.cuda.Stream] = {}  # those that gradients were written or taken on
 
-    def _current(self) -> int:
-        """Handle of the current stream. Asked for twice per parameter and backward, where making the stream's Python
-        object would cost more than all else that is done there."""
-        handle = current_stream_handle(self._index)
-        if handle not in self._by_handle:
-            self._by_handle[handle] = torch.cuda.current_stream(self.device)
-        return handle
+    def here(self) -> list[int]:
+        return [current_stream_handle(self._index)]
 
     def note_writer(self, streams: list[int]) -> None:
-        current = self._current()
+        # Once per parameter and backward: making the stream's Python object would cost more than all else there.
+        current = current_stream_handle(self._index)
         if current not in streams:
             streams.append(current)
+            if current not in self._by_handle:
+                self._by_handle[current] = torch.cuda.current_stream(self.device)
 
     def wait_for_writers(self, streams: list[int], gradient: torch.Tensor) -> None:
-        current = self._current()
+        taker = torch.cuda.current_stream(self.device)
         for writer in streams:
-            if writer != current:
-                taker = self._by_handle[current]
+            if writer != taker.cuda_stream:
                 taker.wait_stream(self._by_handle[writer])
                 gradient.record_stream(taker)
-        streams.clear()
 
     def side(self) -> AbstractContextManager:
         return torch.cuda.stream(self.stream)

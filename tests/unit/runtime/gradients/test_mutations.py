@@ -270,14 +270,15 @@ def landing_overwrites(patch: pytest.MonkeyPatch) -> None:
 
 
 def hint_is_truth(patch: pytest.MonkeyPatch) -> None:
-    real = GradientReducer.on_contribution
+    real = ParameterRecord.count
 
-    def on_contribution(self: GradientReducer, record: ParameterRecord, scope: BackwardScope) -> None:
-        real(self, record, scope)
-        if record.phase is Phase.LATE:
-            record.drop_gradient()
+    def count(self: ParameterRecord) -> bool:
+        last = real(self)
+        if self.phase is Phase.LATE:
+            self.drop_gradient()
+        return last
 
-    patch.setattr(GradientReducer, "on_contribution", on_contribution)
+    patch.setattr(ParameterRecord, "count", count)
 
 
 def no_wait(patch: pytest.MonkeyPatch) -> None:

@@ -129,8 +129,7 @@ class RankState:
         parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
         self.given[record.index] += contribution.double() / (self.schedule.steps if scope.scale_by_accumulation else 1)
         self.fired[record.index] += 1
-        record.count()
-        self.reducer.on_contribution(record, scope)
+        self.reducer.firing_of(record, lambda _: scope)(parameter)
 
     def end(self) -> None:
         scope, self.scope = self.scope, None
