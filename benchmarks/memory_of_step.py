@@ -43,9 +43,9 @@ class Task:
 def zero_as_on_a_device(model: nn.Module, options: Options, stage: int) -> Contender:
     """This package with what it takes on a GPU: the rule for memory of devices, and the optimizer."""
     from deepspeed.ops.adam import FusedAdam
-    from deepspeed.runtime.gradients import reducer
+    from deepspeed.runtime.gradients import transport
 
-    reducer.HOLDING.clear()
+    transport.HOLDING.clear()
     return Zero(model, options, stage, FusedAdam(model.parameters(), lr=options.lr))
 
 

@@ -110,7 +110,7 @@ def memory_breakdown(engine: "DeepSpeedEngine") -> MemoryBreakdown:
     allocated = None if engine.device.type == "cpu" else get_accelerator().memory_allocated()
     return MemoryBreakdown(
         rank=engine.global_rank,
-        communication_buffers=0 if reducer is None else reducer.pool.nbytes,
+        communication_buffers=0 if reducer is None else reducer.transport.pool.nbytes,
         on_host=storages.on_host,
         device_allocated=allocated,
         **sizes,

@@ -87,13 +87,13 @@ class StepEvents:
         if self._since is not None:
             values["samples_per_second"] = samples / (now - self._since)
             values["tokens_per_second"] = tokens / (now - self._since) if tokens else None
-        reducer = engine._stepper.reducer
-        values["gradient_collectives"] = reducer.collectives_issued - self._collectives
-        values["gradient_bytes"] = reducer.bytes_communicated - self._bytes
+        sent = engine._stepper.reducer.transport
+        values["gradient_collectives"] = sent.collectives_issued - self._collectives
+        values["gradient_bytes"] = sent.bytes_communicated - self._bytes
         self.monitor.write_events(
             [(PREFIX + name, value, engine.global_samples) for name, value in values.items() if value is not None]
         )
-        self._collectives, self._bytes, self._since = reducer.collectives_issued, reducer.bytes_communicated, now
+        self._collectives, self._bytes, self._since = sent.collectives_issued, sent.bytes_communicated, now
         self.start_window()
 
     def _over_ranks(self, backwards: int) -> tuple[float | None, int]:

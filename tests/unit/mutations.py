@@ -64,6 +64,7 @@ def copy_package(folder: Path, package: Path = PACKAGE) -> Path:
 
 
 REDUCER = "runtime/gradients/reducer.py"
+TRANSPORT = "runtime/gradients/transport.py"
 BUCKETS = "runtime/gradients/buckets.py"
 LAYOUT = "runtime/gradients/layout.py"
 LEDGER = "runtime/gradients/ledger.py"
@@ -78,7 +79,8 @@ MUTATIONS = (
         "the sweep sends nothing",
         REDUCER,
         "            self._open_round(scope)\n            self._finish_round()\n        self._park()",
-        "            self._land_all()\n            self._round_open, self._next, self.ledger.reduced = False, 0, True\n"
+        "            self.transport.land_all()\n            self._round_open, self._next = False, 0\n"
+        "            self.ledger.reduced = True\n"
         "        self._park()",
     ),
     Mutation(
@@ -140,14 +142,14 @@ MUTATIONS = (
     # waits
     Mutation(
         "a reduction is not awaited",
-        REDUCER,
+        TRANSPORT,
         "            if flight.reduction.work is not None:\n",
         "            if False:\n",
     ),
     Mutation(
         "a buffer in flight is filled again",
-        REDUCER,
-        "        while any(buffer in flight.buffers for flight in self._in_flight):\n",
+        TRANSPORT,
+        "        while any(buffer in flight.buffers for flight in self.in_flight):\n",
         "        while False:\n",
         (STATES, GRAPHS),
     ),
@@ -237,7 +239,7 @@ MUTATIONS = (
     Mutation(
         "an aborted backward leaves the other ranks waiting",
         REDUCER,
-        "        if round_was_open and not self._transport_failed:\n",
+        "        if round_was_open and not self.transport.failed:\n",
         "        if False:\n",
     ),
     Mutation(

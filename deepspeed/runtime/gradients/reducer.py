@@ -16,24 +16,16 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed.comm import watchdog
-from deepspeed.runtime.gradients import agreement, collectives
+from deepspeed.runtime.gradients import agreement
 from deepspeed.runtime.gradients.accumulation import AccumulationSchedule
-from deepspeed.runtime.gradients.arithmetic import deliver
 from deepspeed.runtime.gradients.backward_scope import BackwardScope
-from deepspeed.runtime.gradients.buckets import Bucket, BufferPool, CommBuffer
+from deepspeed.runtime.gradients.buckets import Bucket
 from deepspeed.runtime.gradients.gradient_shard import GradientShard, Keeping, make_shards
-from deepspeed.runtime.gradients.host_landing import HostLanding
 from deepspeed.runtime.gradients.host_memory import HostMemory
 from deepspeed.runtime.gradients.layout import FlatGroup, ShardLayout
 from deepspeed.runtime.gradients.ledger import GradientAccountingError, Ledger, ParameterRecord, Phase, stray_message
-from deepspeed.runtime.gradients.streams import order_for
-from deepspeed.utils.nvtx import profiler_range
-
-# Device types on which freed memory goes back to the system: new pages each step cost more than holding them does.
-HOLDING = {"cpu"}
-
-# Bytes of a communication buffer from which it is worth making its views anew in each window.
-LARGE_BUFFER = 1 << 25
+from deepspeed.runtime.gradients.streams import HostOrder, order_for
+from deepspeed.runtime.gradients.transport import BucketTransport, holds_memory
 
 _serials = itertools.count(1)  # engines are made in the same order on every rank
 
@@ -74,16 +66,6 @@ class ReductionSettings:
     shard_in_parts: bool = False
 
 
-@dataclass(eq=False)
-class InFlight:
-    """A bucket on its way, with the buffers it borrows until it lands."""
-
-    bucket: Bucket
-    buffers: list[CommBuffer]
-    reduction: collectives.Reduction
-    scale: float
-
-
 class GradientReducer:
     """Owns the ledger, the buckets and this rank's shards of reduced gradient.
 
@@ -113,25 +95,28 @@ class GradientReducer:
         self.schedule = schedule
         self.settings = settings
         self.device = layout.groups[0].device if layout.groups else torch.device("cpu")
-        self.order = order_for(self.device)
-        self.order.watch("gradient reduction")
-        self._lane = watchdog.lane(group, f"gradients of engine {ledger.serial}")
+        order = order_for(self.device)
+        order.watch("gradient reduction")
         self.rests_on_host = any(group.on_host for group in layout.groups)
-        self._holds_memory = self.device.type in HOLDING
-        self.pool = BufferPool()
         self.buckets = self._make_buckets()
-        # With half a bucket there (in fp32), the communication buffers and .grad are still below two whole ones.
-        self.landing = HostLanding(self.device, self.pool.largest // 2)
         self._buckets_of: list[list[Bucket]] = [[] for _ in ledger.records]
         for bucket in self.buckets:
             for record in bucket.records:
                 self._buckets_of[record.index].append(bucket)
         self.shards = make_shards(layout.groups, self._shard_dtype, settings.host_memory, self._keeping())
+        self.transport = BucketTransport(
+            self.buckets,
+            layout.groups,
+            self.shards,
+            group,
+            order,
+            settings.overlap,
+            watchdog.lane(group, f"gradients of engine {ledger.serial}"),
+            ledger.rank,
+        )
         self.window_loss_scale = 1.0
         # the scale of other ranks' backwards, for a window in which this rank has none
         self.current_loss_scale: Callable[[], float] = lambda: 1.0
-        self.collectives_issued = 0
-        self.bytes_communicated = 0
         self._awaited: dict[int, tuple[int, list[int]]] = {}  # by ordinal of the backward: lessons, records per bucket
         self._issued_at_begin = 0  # collectives, when the present backward began
         self._next = 0  # buckets sent in the open round
@@ -139,9 +124,7 @@ class GradientReducer:
         self._eager = False  # whether buckets may leave before the sweep
         self._announced: BackwardScope | None = None  # the backward that is running, if every rank knows of it
         self._factor = 1.0
-        self._transport_failed = False
         self.usable = True  # as far as was asked in the last backward
-        self._in_flight: list[InFlight] = []
 
     def _make_buckets(self) -> list[Bucket]:
         buckets = []
@@ -149,7 +132,6 @@ class GradientReducer:
             group = self.layout.groups[plan.group]
             comm_dtype = self.settings.comm_dtype or group.comm_dtype or group.dtype
             buckets.append(Bucket(plan, position, comm_dtype, self._accum_dtype(group), group.device))
-            self.pool.reserve(plan.numel, comm_dtype, group.device)
         return buckets
 
     def _accum_dtype(self, group: FlatGroup) -> torch.dtype:
@@ -161,7 +143,7 @@ class GradientReducer:
         return torch.float32 if accum is torch.float16 else accum
 
     def _keeping(self) -> Keeping:
-        if self.layout.replicated or self._holds_memory:  # stage 0 publishes views of its shards
+        if self.layout.replicated or holds_memory(self.device):  # stage 0 publishes views of its shards
             return Keeping.ALWAYS
         return Keeping.PARTS if self.settings.shard_in_parts else Keeping.WINDOW
 
@@ -195,7 +177,7 @@ class GradientReducer:
             GradientAccountingError: a ``.grad`` was set by hand, and autograd would add to it.
         """
         self.ledger.refuse_strays(fired)
-        self._issued_at_begin = self.collectives_issued
+        self._issued_at_begin = self.transport.collectives_issued
         self.usable = True
         if self._idle():
             self.window_loss_scale = scope.loss_scale
@@ -230,7 +212,7 @@ class GradientReducer:
         the books, and the buckets that are complete and whose turn it is are sent.
 
         One function for each parameter, with all it needs at hand: it runs once per parameter and backward while a
-        device waits for the host, and a ``partial`` of a method that calls others took twice as long.
+        device waits for the host, and a ``partial`` of a method that called three others took half as long again.
 
         Args:
             locate: gives the scope of a firing outside of an announced backward.
@@ -277,7 +259,7 @@ class GradientReducer:
             return True
         if not (scope.announced and self.settings.overlap):
             return False
-        return all(flight.reduction.work is None or flight.reduction.work.is_completed() for flight in self._in_flight)
+        return self.transport.waits_for_nobody()
 
     def end_backward(self, scope: BackwardScope) -> None:
         """The sweep: send what has not been sent, park what came too late or is not reduced now."""
@@ -298,12 +280,12 @@ class GradientReducer:
         ``announced``: every rank runs this backward."""
         self._announced = None
         # a round may also have been asked for by an accessor in the middle of it
-        sent, total = self.collectives_issued - self._issued_at_begin, len(self.buckets)
+        sent, total = self.transport.collectives_issued - self._issued_at_begin, len(self.buckets)
         round_was_open = self._round_open
         for record in self.ledger.records:
             if record.unmoved or record.in_hand is not None:
                 record.drop_gradient()
-        if round_was_open and not self._transport_failed:
+        if round_was_open and not self.transport.failed:
             # other ranks wait for the rest: give them zeros, so that the order of collectives stays whole
             self._finish_round()
         if sent:
@@ -311,7 +293,7 @@ class GradientReducer:
                 f"a backward was aborted ({reason}) after {sent} of {total} gradient buckets had been reduced"
             )
         self._eager = False
-        if round_was_open and announced and self.settings.settles_in_backward and not self._transport_failed:
+        if round_was_open and announced and self.settings.settles_in_backward and not self.transport.failed:
             self.usable = self.settle(refuses=False)  # as the other ranks do at the end of theirs
 
     # ------------------------------------------------------------------ rounds
@@ -330,97 +312,16 @@ class GradientReducer:
         """Send the remaining buckets and wait for all of them."""
         while self._next < len(self.buckets):
             self._send(self.buckets[self._next])
-        self._land_all()
+        self.transport.land_all()
         self._round_open = False
         self._next = 0
         self.ledger.reduced = True
         if not self.settings.persistent_buffers:
-            self.free_buffers()
-
-    def free_buffers(self) -> None:
-        """Between rounds: let go of the communication buffers."""
-        self.order.join()  # the side stream may still read them
-        self.order.hold_for_current(buffer.data for buffer in self.pool.buffers())
-        self.pool.clear()
-        for bucket in self.buckets:
-            bucket.forget_views()
+            self.transport.free_buffers()
 
     def _send(self, bucket: Bucket) -> None:
-        plan = bucket.plan
-        buffers = [self._free_buffer(bucket, bucket.slot)]
-        scratch = None
-        if collectives.needs_scratch(plan.collective, bucket.device, self.group):
-            buffers.append(self._free_buffer(bucket, 1 - bucket.slot))
-            scratch = buffers[1].data.narrow(0, 0, plan.numel)
-        before, after = self._scales(bucket.comm_dtype)
-        self._lane.note("reduce bucket", bucket.label, key=bucket.position + 1)
-        with torch.no_grad(), profiler_range(bucket.label):
-            data = bucket.fill(buffers[0].data, self.order, self._factor, before)
-            # Before the side stream is let go on: so it waits for whoever had this memory before.
-            if plan.result is not None:
-                begin, end = plan.result
-                self.shards[plan.group].provide(plan.shard_offset, plan.shard_offset + end - begin)
-            self.order.fork()
-            with self.order.side():
-                reduction = collectives.reduce_buffer(
-                    data, plan.collective, plan.owner, plan.result, self.group, scratch
-                )
-        self.collectives_issued += 1
-        self.bytes_communicated += data.nbytes
+        self.transport.send(bucket, self._factor, *self._scales(bucket.comm_dtype))
         self._next += 1
-        self._in_flight.append(InFlight(bucket, buffers, reduction, after))
-        if self.order.asynchronous or not self.settings.overlap:
-            self._land_all()
-        if not self.settings.overlap:
-            self.order.wait_mark(buffers[0].mark)
-
-    def _free_buffer(self, bucket: Bucket, slot: int) -> CommBuffer:
-        """The buffer of a slot, once nothing uses it any more."""
-        buffer = self.pool.get(slot, bucket.comm_dtype, bucket.device)
-        while any(buffer in flight.buffers for flight in self._in_flight):
-            self._land(self._in_flight.pop(0))
-        self.order.wait_mark(buffer.mark)
-        return buffer
-
-    def _land_all(self) -> None:
-        while self._in_flight:
-            self._land(self._in_flight.pop(0))
-
-    @torch.no_grad()
-    def _land(self, flight: "InFlight") -> None:
-        bucket = flight.bucket
-        with self.order.side():
-            if flight.reduction.work is not None:
-                self._await(flight.reduction.work, bucket)
-            away = self.layout.groups[bucket.plan.group].on_host
-            add = self.landing.deliver if away else deliver
-            bucket.land(flight.reduction.parts, self.shards[bucket.plan.group], flight.scale, add)
-            for buffer in flight.buffers:
-                buffer.mark = self.order.mark()
-
-    def _await(self, work: object, bucket: Bucket) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._transport_failed = True
-            names = [piece.record.name for piece in bucket.plan.pieces]
-            raise watchdog.explained(
-                error,
-                f"rank {self.ledger.rank}: gradient bucket {bucket.position + 1} of {len(self.buckets)} (parameters"
-                f" {names[0]} to {names[-1]}) was not reduced",
-                "Either another rank failed, whose log has the first error, or the ranks did not call engine.backward()"
-                " equally often",
-            ) from error
-
-    def _free_memory(self) -> None:
-        """Between windows, where memory of the device is held only while it is needed: forward has more use for it."""
-        if self._holds_memory:
-            return
-        self.order.join()  # the side stream may still write there
-        for shard in self.shards:
-            shard.end_window(self.order)
-        if any(buffer.data.nbytes >= LARGE_BUFFER for buffer in self.pool.buffers()):
-            self.free_buffers()
 
     def _park(self) -> None:
         """Move what still lies in ``.grad`` to the local accumulation buffers."""
@@ -512,7 +413,7 @@ class GradientReducer:
         """
         self.settle()
         self.ledger.check_closed()
-        if self._in_flight or self._round_open or any(bucket.local_in_use for bucket in self.buckets):
+        if self.transport.in_flight or self._round_open or any(bucket.local_in_use for bucket in self.buckets):
             raise GradientAccountingError(
                 f"rank {self.ledger.rank}: a gradient bucket is still in use at the end of the window"
             )
@@ -525,7 +426,7 @@ class GradientReducer:
             bucket.drop()
             if not keep_local:
                 bucket.free_local()
-        self._free_memory()
+        self.transport.end_window()
         self.ledger.start_window()
 
     def drop_window(self) -> None:
@@ -545,17 +446,20 @@ class GradientReducer:
                 record.handle.remove()
                 record.handle = None
         self.await_host_shards()
-        self.pool.clear()
-        self.landing.clear()
+        self.transport.destroy()
         for bucket in self.buckets:
             bucket.free_local()
-            bucket.forget_views()
         for shard in self.shards:
             shard.release()
 
     # ------------------------------------------------------------------ facts
 
     @property
+    def order(self) -> HostOrder:
+        """The stream discipline of the device."""
+        return self.transport.order
+
+    @property
     def buffer_nbytes(self) -> int:
         """Bytes of communication buffers and local accumulation buffers held now."""
-        return self.pool.nbytes + self.landing.nbytes + sum(bucket.local_nbytes for bucket in self.buckets)
+        return self.transport.nbytes + sum(bucket.local_nbytes for bucket in self.buckets)

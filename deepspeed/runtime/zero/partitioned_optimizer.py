@@ -218,7 +218,7 @@ class PartitionedOptimizer(ZeROOptimizer):
             self.let_go_of_whole_weights()
         for kind in kinds:
             if kind is Kind.contiguous_grad_buffer:
-                self.reducer.free_buffers()  # nothing rests in them
+                self.reducer.transport.free_buffers()  # nothing rests in them
             else:
                 self._on_host.offload(kind, self.movable_states(kind), pin_memory, non_blocking)
 
@@ -252,7 +252,7 @@ class PartitionedOptimizer(ZeROOptimizer):
             return [movable_data(tensor) for tensor in (*reduced, *local)]
         if kind is Kind.lp_params:
             return self._movable_weights()
-        return [movable_data(buffer.data) for buffer in reducer.pool.buffers()]
+        return [movable_data(buffer.data) for buffer in reducer.transport.pool.buffers()]
 
     def _movable_weights(self) -> list[Movable]:
         weights = self.weights

@@ -71,8 +71,8 @@ class TestValues(DistributedTest):
         for seed in (0, 1):
             losses.append(mean_over_ranks(window(engine, seed)))
             norms.append(float(engine.get_global_grad_norm()))
-            issued.append(reducer.collectives_issued)
-            moved.append(reducer.bytes_communicated)
+            issued.append(reducer.transport.collectives_issued)
+            moved.append(reducer.transport.bytes_communicated)
         assert engine.global_samples == 24 and abs(losses[0] - losses[1]) > 1e-3 and max(norms) > 0.5
         assert rows(tmp_path, "train_loss") == [(12, pytest.approx(losses[0])), (24, pytest.approx(losses[1]))]
         assert rows(tmp_path, "grad_norm") == list(zip((12, 24), norms))

@@ -144,7 +144,7 @@ def held_buffers(config: Config) -> int:
     """Bytes of communication buffers between steps."""
     engine = cases.make_engine(config)
     window(engine)
-    return engine._stepper.reducer.pool.nbytes
+    return engine._stepper.reducer.transport.pool.nbytes
 
 
 def places(config: Config) -> list[tuple[str, int]]:

@@ -42,9 +42,9 @@ class TestEagerBuckets(DistributedTest):
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
         reducer = engine.optimizer.reducer
         sent_before_first_layer: list[int] = []
-        model.first.weight.register_hook(lambda _: sent_before_first_layer.append(reducer.collectives_issued))
+        model.first.weight.register_hook(lambda _: sent_before_first_layer.append(reducer.transport.collectives_issued))
         for _ in range(3):
-            before = reducer.collectives_issued
+            before = reducer.transport.collectives_issued
             engine.backward(engine(torch.ones(2, 4)))
             sent_before_first_layer[-1] -= before
             engine.step()

@@ -22,13 +22,14 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.runtime.fp16.unfused_optimizer import ReplicatedOptimizer
-from deepspeed.runtime.gradients import buckets, collectives, reducer
+from deepspeed.runtime.gradients import buckets, collectives, transport
 from deepspeed.runtime.gradients.arithmetic import deliver
 from deepspeed.runtime.gradients.backward_scope import BackwardScope
 from deepspeed.runtime.gradients.buckets import Bucket, CommBuffer
 from deepspeed.runtime.gradients.layout import BucketPlan, PerParameter
 from deepspeed.runtime.gradients.ledger import GradientAccountingError, Ledger, ParameterRecord, Phase
 from deepspeed.runtime.gradients.reducer import GradientReducer
+from deepspeed.runtime.gradients.transport import BucketTransport
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, ZeROOrderedDict
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.sharded_parameter import Gather, SecondaryShard, ShardedParameter
@@ -167,7 +168,7 @@ def worst_error(stage: int, **zero: Any) -> float:
 
 def no_sweep(patch: pytest.MonkeyPatch) -> None:
     def finish_round(self: GradientReducer) -> None:
-        self._land_all()
+        self.transport.land_all()
         self._round_open = False
         self._next = 0
         self.ledger.reduced = True
@@ -266,7 +267,7 @@ def landing_overwrites(patch: pytest.MonkeyPatch) -> None:
     def overwrite(target: Tensor, parts: list[Tensor], scale: float, add: bool) -> None:
         deliver(target, parts, scale, add=False)
 
-    patch.setattr(reducer, "deliver", overwrite)
+    patch.setattr(transport, "deliver", overwrite)
 
 
 def hint_is_truth(patch: pytest.MonkeyPatch) -> None:
@@ -291,10 +292,10 @@ def no_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def buffer_reused_without_waiting(patch: pytest.MonkeyPatch) -> None:
-    def free_buffer(self: GradientReducer, bucket: Bucket, slot: int) -> CommBuffer:
+    def free_buffer(self: BucketTransport, bucket: Bucket, slot: int) -> CommBuffer:
         return self.pool.get(slot, bucket.comm_dtype, bucket.device)
 
-    patch.setattr(GradientReducer, "_free_buffer", free_buffer)
+    patch.setattr(BucketTransport, "_free_buffer", free_buffer)
 
 
 def last_window_left_in_shard(patch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ class TestHeldBytes(DistributedTest):
                 assert [s.nbytes for s in reducer.shards] == [shard], "fp32, one rank's share"
                 assert all(p.grad is None for p in engine.module.parameters())
                 assert all(bucket.local is None for bucket in reducer.buckets)
-                buffers = reducer.pool.nbytes
+                buffers = reducer.transport.pool.nbytes
                 assert buffers == reducer.buffer_nbytes
                 assert (0 < buffers <= 2 * size * width) if persistent else buffers == 0
                 grown = settled_bytes() - before

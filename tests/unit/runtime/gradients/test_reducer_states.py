@@ -182,7 +182,7 @@ class RankState:
                     begin, end = plan.shard_offset, plan.shard_offset + plan.result[1] - plan.result[0]
                     reduced = self.reducer.shards[group.index].pieces(begin, end)
                     shard[begin:end] = torch.cat([values for values, _, _ in reduced]).double()
-            for flight in self.reducer._in_flight:
+            for flight in self.reducer.transport.in_flight:
                 plan = flight.bucket.plan
                 if plan.group == group.index and plan.result is not None:
                     begin, end = plan.shard_offset, plan.shard_offset + plan.result[1] - plan.result[0]
@@ -257,7 +257,7 @@ class OneRank(RuleBasedStateMachine):
     @rule(announced=st.booleans(), scaled=st.booleans(), loss_scale=st.sampled_from(SCALES), other=st.booleans())
     def begin_backward(self, announced: bool, scaled: bool, loss_scale: float, other: bool) -> None:
         self.rank.begin(BackwardScope(announced, scaled, loss_scale, within_another_engine=other and not announced))
-        self.issued_at_begin = self.rank.reducer.collectives_issued
+        self.issued_at_begin = self.rank.reducer.transport.collectives_issued
 
     @precondition(running)
     @rule(index=st.integers(0, 4), value=st.integers(1, 3))
@@ -280,7 +280,7 @@ class OneRank(RuleBasedStateMachine):
     @precondition(running)
     @rule()
     def abort_backward(self) -> None:
-        reduced = self.rank.reducer.collectives_issued > self.issued_at_begin
+        reduced = self.rank.reducer.transport.collectives_issued > self.issued_at_begin
         self.rank.abort()
         self.poisoned |= reduced
         assert bool(self.rank.ledger.poison) == self.poisoned

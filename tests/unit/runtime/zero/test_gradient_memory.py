@@ -12,7 +12,7 @@ import torch
 
 import deepspeed.comm as dist
 from deepspeed.runtime.gradients import gradient_shard
-from deepspeed.runtime.gradients import reducer as reducer_module
+from deepspeed.runtime.gradients import transport as transport_module
 from deepspeed.runtime.gradients.gradient_shard import Keeping
 from deepspeed.runtime.gradients.layout import FlatPartition, PerParameter, make_flat_groups
 from deepspeed.runtime.gradients.ledger import ParameterRecord
@@ -56,9 +56,9 @@ def make_pair(stage: int, case: Case, patch: pytest.MonkeyPatch) -> tuple[Any, A
     """An engine that holds the memory of its gradients, and one that does not."""
     patch.setattr(gradient_shard, "LEAST_PART", 8)
     patch.setattr(gradient_shard, "ALIGNMENT", 1)
-    patch.setattr(reducer_module, "LARGE_BUFFER", 1)
+    patch.setattr(transport_module, "LARGE_BUFFER", 1)
     holding = make(stage, case, case.zero)
-    patch.setattr(reducer_module, "HOLDING", set())
+    patch.setattr(transport_module, "HOLDING", set())
     sparing = make(stage, case, case.zero)
     fill_with_nan(sparing)
     return holding, sparing
@@ -89,7 +89,8 @@ class TestGradientsWithoutLastingMemory(DistributedTest):
                 assert float(sparing.get_global_grad_norm()) == float(holding.get_global_grad_norm()) > 0
                 torch.testing.assert_close(weights_of(sparing.module), weights_of(holding.module), **EXACTLY)
                 assert not any(shard.memory() for shard in shards_of(sparing)), "a gradient after the step"
-                assert sparing.optimizer.reducer.pool.nbytes == 0 < holding.optimizer.reducer.pool.nbytes
+                pools = [engine.optimizer.reducer.transport.pool for engine in (sparing, holding)]
+                assert pools[0].nbytes == 0 < pools[1].nbytes
             holding.destroy()
             sparing.destroy()
             monkeypatch.undo()
@@ -131,14 +132,14 @@ class TestMemoryIsLetGoOf(DistributedTest):
 
         holding, sparing = make_pair(2, Case(optimizer=fused_adam), monkeypatch)
         reducer = sparing.optimizer.reducer
-        reducer.order = Recording()
+        reducer.transport.order = Recording()
         run_window(sparing, CASES[0], 0)
         held = {memory.data_ptr() for shard in shards_of(sparing) for memory in shard.memory()}
-        held |= {buffer.data.data_ptr() for buffer in reducer.pool.buffers()}
+        held |= {buffer.data.data_ptr() for buffer in reducer.transport.pool.buffers()}
         calls.clear()
         sparing.optimizer.zero_grad()
         assert held and held == set(given) and calls[0] == "join", (calls, held, given)
-        assert reducer.pool.nbytes == 0 and not any(shard.memory() for shard in shards_of(sparing))
+        assert reducer.transport.pool.nbytes == 0 and not any(shard.memory() for shard in shards_of(sparing))
         holding.destroy()
         sparing.destroy()
 

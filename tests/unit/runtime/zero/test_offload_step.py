@@ -293,7 +293,7 @@ class TestLooking(DistributedTest):
         assert found.gradients == 4 * owned
         largest = max(group.shard_numel for group in engine.optimizer.reducer.layout.groups)
         assert 0 < engine.optimizer.weights.staging.nbytes <= 2 * 2 * largest
-        assert engine.optimizer.reducer.landing.nbytes > 0
+        assert engine.optimizer.reducer.transport.landing.nbytes > 0
 
     def test_checkpoints_between_memory_and_host(self, tmpdir: Any) -> None:
         """Saved with and without offload, at one stage, and loaded the other way round at another."""

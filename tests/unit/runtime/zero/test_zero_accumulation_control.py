@@ -43,7 +43,7 @@ def expected_of(engine: Any, losses: Callable, window: int, micro_steps: Iterabl
 
 
 def issued(engine: Any) -> int:
-    return engine._stepper.reducer.collectives_issued
+    return engine._stepper.reducer.transport.collectives_issued
 
 
 def buckets(engine: Any) -> int:

@@ -83,10 +83,10 @@ class TestCommunication(DistributedTest):
             train(engine, uses(count, reentrant), form, 1, windows=1)
             assert len(reducer.buckets) > 1
             for window in range(2):
-                before = reducer.collectives_issued
+                before = reducer.transport.collectives_issued
                 run_micro_step(engine, uses(count, reentrant), form, my_batch(engine, window))
                 engine.step()
-                assert reducer.collectives_issued - before == len(reducer.buckets), f"{count} uses"
+                assert reducer.transport.collectives_issued - before == len(reducer.buckets), f"{count} uses"
 
     @stages
     @forms
@@ -97,10 +97,10 @@ class TestCommunication(DistributedTest):
         issued = []
         for micro_step in range(3):
             run_micro_step(engine, two_backwards, form, my_batch(engine, 0, micro_step))
-            issued.append(reducer.collectives_issued // len(reducer.buckets))
+            issued.append(reducer.transport.collectives_issued // len(reducer.buckets))
             engine.step()
         assert issued == ([2, 4, 6] if stage >= 2 else [0, 0, 2])
-        assert reducer.collectives_issued == issued[-1] * len(reducer.buckets)
+        assert reducer.transport.collectives_issued == issued[-1] * len(reducer.buckets)
 
     @pytest.mark.parametrize("stage", [0, 1, 2])
     def test_unused_parameters_do_not_hold_back_the_rest(self, stage: int) -> None:
@@ -109,9 +109,9 @@ class TestCommunication(DistributedTest):
         engine = make_engine(make_model(), stage)
         reducer = engine._stepper.reducer
         issued = []
-        engine.module.encoder[0].weight.register_hook(lambda _: issued.append(reducer.collectives_issued))
+        engine.module.encoder[0].weight.register_hook(lambda _: issued.append(reducer.transport.collectives_issued))
         train(engine, encoder_twice, "engine.backward", 1, windows=1)
-        before = reducer.collectives_issued
+        before = reducer.transport.collectives_issued
         train(engine, encoder_twice, "engine.backward", 1, windows=1)
         assert len(reducer.buckets) >= 3 and issued[-1] - before == len(reducer.buckets) - 1
 
