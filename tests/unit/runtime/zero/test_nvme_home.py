@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import gc
+import multiprocessing
 import os
 from types import SimpleNamespace
 
