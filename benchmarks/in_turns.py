@@ -5,7 +5,7 @@
 
 A host that changes its speed by the second, or a core slower than another's, is felt by all contenders alike, where
 ``step_time.py`` runs each in processes of its own. A ratio is taken between two steps of the same turn. Memory is not
-measured: all models are there together.
+measured: all models are there together. The status is 1 if the contenders did not train alike.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from backends import NAMES, Contender, Options, make_contender, warm_process
 from models import MODELS, build_model, make_workload
 from ranks import HERE, run_ranks
+from report import DisagreementError, Round, check_losses
 from worker import Clock, run_step
 
 
@@ -56,22 +57,24 @@ def build(task: Task, device: torch.device) -> tuple[dict[str, Contender], torch
     return contenders, batch
 
 
-def measure(task: Task, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each timed step of each contender."""
+def measure(task: Task, device: torch.device) -> dict[str, dict[str, list[float]]]:
+    """Of each contender the ``seconds`` of its timed steps and the ``losses`` of all."""
     contenders, batch = build(task, device)
-    for _ in range(task.warmup):
-        for contender in contenders.values():
-            run_step(contender, batch)
+    losses: dict[str, list[torch.Tensor]] = {name: [] for name in contenders}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     gc.collect()
     clock = Clock(device)
-    for _ in range(task.turns):
+    for turn in range(-task.warmup, task.turns):
         for name, contender in contenders.items():
             dist.barrier()
             clock.lap()
-            run_step(contender, batch)
-            seconds[name].append(clock.lap())
-    return seconds
+            losses[name].append(run_step(contender, batch))
+            elapsed = clock.lap()
+            if turn >= 0:
+                seconds[name].append(elapsed)
+    return {
+        name: {"seconds": seconds[name], "losses": torch.stack(losses[name]).float().tolist()} for name in contenders
+    }
 
 
 def run_as_rank(task: Task) -> None:
@@ -86,9 +89,11 @@ def run_as_rank(task: Task) -> None:
     dist.destroy_process_group()
 
 
-def slowest(ranks: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+def slowest(ranks: list[dict[str, dict[str, list[float]]]]) -> dict[str, list[float]]:
     """Of each step, the time of the slowest rank."""
-    return {name: [max(step) for step in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
+    return {
+        name: [max(step) for step in zip(*(rank[name]["seconds"] for rank in ranks), strict=True)] for name in ranks[0]
+    }
 
 
 def ratios(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
@@ -132,6 +137,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(show(seconds))
     if options.json:
         options.json.write_text(json.dumps(asdict(task) | {"ranks": options.ranks, "seconds": seconds}))
+    runs = {name: [Round([rank[name] for rank in found])] for name in task.contenders}
+    try:
+        check_losses(task.model, task.dtype, task.contenders[0], runs)
+    except DisagreementError as error:
+        print(f"The figures above may not be compared: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

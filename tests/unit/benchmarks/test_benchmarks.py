@@ -113,6 +113,26 @@ def test_a_run_that_disagrees_keeps_its_figures(tmp_path: Path, monkeypatch: pyt
     assert all(fault in str(exit_info.value) for fault in written["faults"]) and "zero1" in capsys.readouterr().out
 
 
+def test_in_turns_a_ratio_is_of_the_same_turn_and_of_the_slowest_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    in_turns = load("in_turns")
+    fall = {"losses": [2.0, 1.0]}
+
+    def rank(scale: float, *steps: float) -> dict[str, Any]:
+        return {"ddp": {"seconds": [1.0, 10.0, 2.0]} | fall, "zero1": {"seconds": [scale * s for s in steps]} | fall}
+
+    ranks = [rank(1.0, 0.5, 5.0, 1.0), rank(1.0, 0.4, 6.0, 0.1)]
+    assert in_turns.ratios(in_turns.slowest(ranks))["zero1"] == [0.5, 0.6, 0.5]
+    monkeypatch.setattr(in_turns, "run_ranks", lambda *_, **__: ranks)
+    assert in_turns.main(["--contenders", "ddp", "zero1", "--device", "cpu"]) == 0
+    shown = capsys.readouterr()
+    assert "0.500" in shown.out and not shown.err
+    ranks[1]["zero1"]["losses"] = [2.0, 2.0]
+    assert in_turns.main(["--contenders", "ddp", "zero1", "--device", "cpu"]) == 1, "a step that does nothing is fast"
+    assert "zero1" in capsys.readouterr().err
+
+
 def test_a_peer_is_an_interpreter_or_a_folder(tmp_path: Path) -> None:
     step_time = load("step_time")
     (tmp_path / "env" / "bin").mkdir(parents=True)
