@@ -134,6 +134,12 @@ MUTATIONS = (
         "        self._factor = 1.0\n",
     ),
     Mutation(
+        "a firing outside of engine.backward is taken for the last one's",
+        REDUCER,
+        "        self._announced = None\n        if self._eager and",
+        "        if self._eager and",
+    ),
+    Mutation(
         "parked contributions skip the factor before the sum",
         BUCKETS,
         "assign_scaled(data, self.local, pre_scale)",
