@@ -192,7 +192,7 @@ class ParameterRecord:
         self.fired_in_backward = 0
         self.parked = False
         self.phase = IDLE
-        if len(self.streams) > 1:  # one is most often the next window's too
+        if self.streams:
             self.streams.clear()
 
 
