@@ -124,6 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write all times here, in seconds")
     options = parser.parse_args(arguments)
+    if options.turns < 2 or options.warmup < 0:
+        parser.error(f"--turns must be at least 2 and --warmup at least 0, got {options.turns} and {options.warmup}")
     threads = max(1, len(os.sched_getaffinity(0)) // options.ranks)
     settings: dict[str, Any] = {
         name: getattr(options, name) for name in ("contenders", "model", "size", "dtype", "device", "warmup", "turns")

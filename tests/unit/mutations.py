@@ -78,7 +78,7 @@ MUTATIONS = (
     Mutation(
         "the sweep sends nothing",
         REDUCER,
-        "            self._open_round(scope)\n            self._finish_round()\n        self._park()",
+        "            self._open_round(scope)\n            self._sweep(scope)\n        self._park()",
         "            self.transport.land_all()\n            self._round_open, self._next = False, 0\n"
         "            self.ledger.reduced = True\n"
         "        self._park()",
@@ -86,8 +86,8 @@ MUTATIONS = (
     Mutation(
         "what comes late is left in .grad",
         REDUCER,
-        "            self._finish_round()\n        self._park()\n",
-        "            self._finish_round()\n",
+        "            self._sweep(scope)\n        self._park()\n",
+        "            self._sweep(scope)\n",
     ),
     Mutation(
         "no correcting round in step()",

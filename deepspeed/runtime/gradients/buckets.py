@@ -185,8 +185,11 @@ class Bucket:
             if gradient is None:
                 absent.append(i)
                 continue
-            if record.streams and record.streams != here:
-                order.wait_for_writers(record.streams, gradient)
+            if record.streams:
+                if record.streams != here:
+                    order.wait_for_writers(record.streams, gradient)
+                if record.buckets_left == 0:  # else another bucket takes its part, maybe on another stream
+                    record.streams.clear()
             present.append(i)
             gradients.append(gradient)
         return present, gradients, absent

@@ -102,7 +102,9 @@ class ParameterRecord:
         self.parked = False  # whether the local accumulation buffers hold something of this parameter
         self.awaited = 0  # firings still expected before its buckets are worth sending
         self.fired_in_backward = 0
-        self.streams: list[int] = []  # handles of device streams on which contributions were written in this window
+        self.streams: list[
+            int
+        ] = []  # handles of device streams on which contributions in .grad or in_hand were written
         self.handle: torch.utils.hooks.RemovableHandle | None = None
 
     def move(self, move: Move) -> None:
@@ -192,8 +194,7 @@ class ParameterRecord:
         self.fired_in_backward = 0
         self.parked = False
         self.phase = IDLE
-        if self.streams:
-            self.streams.clear()
+        self.streams.clear()
 
 
 @dataclass
@@ -209,9 +210,6 @@ class Ledger:
     poison: str = ""  # why this window's gradient is unusable, empty when it is fine
     expected_firings: dict[int, list[int]] = field(default_factory=dict)  # by ordinal of the backward, then by record
     lessons: int = 0  # how often something new was learnt
-
-    def __post_init__(self) -> None:
-        self._parameters = [record.parameter for record in self.records]
 
     @property
     def empty(self) -> bool:
@@ -247,9 +245,6 @@ class Ledger:
     def strays(self) -> list[ParameterRecord]:
         """Records whose ``.grad`` was set by hand: no hook saw it, so it must neither be used nor be lost in
         silence."""
-        gradients = [parameter.grad for parameter in self._parameters]
-        if gradients.count(None) == len(gradients):
-            return []
         return [record for record in self.records if record.parameter.grad is not None and not record.unmoved]
 
     def refuse_strays(self, fired: ParameterRecord | None = None) -> None:

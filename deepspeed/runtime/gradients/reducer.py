@@ -266,7 +266,7 @@ class GradientReducer:
         self._announced = None
         if self._eager and (scope.announced or self._round_open or self.ledger.waiting()):
             self._open_round(scope)
-            self._finish_round()
+            self._sweep(scope)
         self._park()
         if self._eager:
             self.ledger.learn()
@@ -274,6 +274,15 @@ class GradientReducer:
                 self.usable = self.settle(refuses=False)
         self.ledger.backwards += 1
         self._eager = False
+
+    def _sweep(self, scope: BackwardScope) -> None:
+        """Send what has not been sent. An exception ends the backward as one in the middle of it does: the other ranks
+        wait for the rest."""
+        try:
+            self._finish_round()
+        except BaseException as error:
+            self.abort_backward(f"{type(error).__name__} at its end", scope.announced)
+            raise
 
     def abort_backward(self, reason: str, announced: bool = False) -> None:
         """An exception ended the backward: drop its contributions, or make the window unusable if some were reduced.
@@ -320,8 +329,9 @@ class GradientReducer:
             self.transport.free_buffers()
 
     def _send(self, bucket: Bucket) -> None:
-        self.transport.send(bucket, self._factor, *self._scales(bucket.comm_dtype))
-        self._next += 1
+        flight = self.transport.begin(bucket, self._factor, *self._scales(bucket.comm_dtype))
+        self._next += 1  # before anything can fail: the other ranks have its collective, and must not get it twice
+        self.transport.go_on(flight)
 
     def _park(self) -> None:
         """Move what still lies in ``.grad`` to the local accumulation buffers."""
@@ -380,9 +390,9 @@ class GradientReducer:
 
     def _check_landed(self) -> None:
         """GradientAccountingError, on all ranks, if a round has ended without one of its buckets: the shards would hold
-        what was in their memory before."""
+        what was in their memory before. A window that is unusable already is refused for its own reason."""
         missing = [bucket.position + 1 for bucket in self.buckets if not bucket.landed]
-        if self.ledger.reduced and missing:
+        if self.ledger.reduced and missing and not self.ledger.poison:
             raise GradientAccountingError(
                 f"rank {self.ledger.rank}: gradient buckets {missing[:10]} of {len(self.buckets)} were not reduced in"
                 " this window, though others were"

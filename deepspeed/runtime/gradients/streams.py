@@ -27,8 +27,7 @@ class HostOrder:
         """Remember the stream on which a gradient was written: in ``streams``, by its handle."""
 
     def wait_for_writers(self, streams: list[int], gradient: torch.Tensor) -> None:
-        """Let the current stream wait for everything that wrote ``gradient``. Nothing is forgotten: another stream may
-        take another part of it."""
+        """Let the current stream wait for everything that wrote ``gradient``."""
 
     def side(self) -> AbstractContextManager:
         """Context in which collectives are launched and their results used."""
@@ -70,7 +69,7 @@ class SideStream(HostOrder):
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self._index = self.stream.device_index
-        self._by_handle: dict[int, torch.cuda.Stream] = {}  # those that gradients were written or taken on
+        self._by_handle: dict[int, torch.cuda.Stream] = {}  # those that gradients were written on
 
     def here(self) -> list[int]:
         return [current_stream_handle(self._index)]

@@ -72,7 +72,7 @@ class BucketTransport:
         self.landing = HostLanding(device, self.pool.largest // 2)
         self.collectives_issued = 0
         self.bytes_communicated = 0
-        self.failed = False
+        self.failed = False  # nothing can be sent any more: other ranks stop waiting by their timeout
         self._buckets = buckets
         self._groups = groups
         self._shards = shards
@@ -86,21 +86,31 @@ class BucketTransport:
 
     # ------------------------------------------------------------------ there and back
 
-    def send(self, bucket: Bucket, factor: float, before: float, after: float) -> None:
-        """Fill a buffer with what a bucket has pending and begin its collective.
+    def begin(self, bucket: Bucket, factor: float, before: float, after: float) -> InFlight:
+        """Fill a buffer with what a bucket has pending and begin its collective; ``go_on`` follows, once the caller has
+        noted that the bucket is sent.
 
         Args:
             factor: on gradients that lie in ``.grad``, beside those that were parked.
             before: factor on the sum of both before the collective.
             after: factor on its result.
         """
-        plan = bucket.plan
         buffers = [self._free_buffer(bucket, bucket.slot)]
-        scratch = None
-        if collectives.needs_scratch(plan.collective, bucket.device, self._group):
+        if collectives.needs_scratch(bucket.plan.collective, bucket.device, self._group):
             buffers.append(self._free_buffer(bucket, 1 - bucket.slot))
-            scratch = buffers[1].data.narrow(0, 0, plan.numel)
         self._lane.note("reduce bucket", bucket.label, key=bucket.position + 1)
+        try:
+            reduction = self._reduce(bucket, buffers, factor, before)
+        except BaseException:
+            self.failed = True  # what the bucket has taken is lost, so that it cannot be sent again
+            raise
+        flight = InFlight(bucket, buffers, reduction, after)
+        self.in_flight.append(flight)
+        return flight
+
+    def _reduce(self, bucket: Bucket, buffers: list[CommBuffer], factor: float, before: float) -> collectives.Reduction:
+        plan = bucket.plan
+        scratch = buffers[1].data.narrow(0, 0, plan.numel) if len(buffers) > 1 else None
         with torch.no_grad(), profiler_range(bucket.label):
             data = bucket.fill(buffers[0].data, self.order, factor, before)
             # Before the side stream is let go on: so it waits for whoever had this memory before.
@@ -114,11 +124,14 @@ class BucketTransport:
                 )
         self.collectives_issued += 1
         self.bytes_communicated += data.nbytes
-        self.in_flight.append(InFlight(bucket, buffers, reduction, after))
+        return reduction
+
+    def go_on(self, flight: InFlight) -> None:
+        """Land what was begun where that makes nobody wait, or where nothing is to overlap with it."""
         if self.order.asynchronous or not self._overlap:
             self.land_all()
         if not self._overlap:
-            self.order.wait_mark(buffers[0].mark)
+            self.order.wait_mark(flight.buffers[0].mark)
 
     def _free_buffer(self, bucket: Bucket, slot: int) -> CommBuffer:
         """The buffer of a slot, once nothing uses it any more."""
