@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -26,7 +25,7 @@ from backends import NAMES, Contender, Options, make_contender, warm_process
 from models import MODELS, build_model, make_workload
 from ranks import HERE, run_ranks
 from report import DisagreementError, Round, check_losses
-from worker import Clock, run_step
+from worker import Clock, join_ranks, run_step
 
 
 @dataclass(frozen=True)
@@ -78,13 +77,7 @@ def measure(task: Task, device: torch.device) -> dict[str, dict[str, list[float]
 
 
 def run_as_rank(task: Task) -> None:
-    torch.set_num_threads(task.threads)
-    device = torch.device(task.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
-    found = measure(task, device)
+    found = measure(task, join_ranks(task.device, task.threads))
     Path(task.output, f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

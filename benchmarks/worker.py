@@ -174,14 +174,20 @@ def package_version(package: ModuleType, contender: str) -> str:
     return package.__version__
 
 
-def main() -> None:
-    task = Task(**json.loads(sys.argv[1]))
-    torch.set_num_threads(task.threads)
-    device = torch.device(task.device)
+def join_ranks(device_type: str, threads: int) -> torch.device:
+    """Make this process a rank of the process group that the environment names; return its device."""
+    torch.set_num_threads(threads)
+    device = torch.device(device_type)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
+    return device
+
+
+def main() -> None:
+    task = Task(**json.loads(sys.argv[1]))
+    device = join_ranks(task.device, task.threads)
     result = measure(task, device)
     Path(task.output, f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
