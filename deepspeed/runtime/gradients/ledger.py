@@ -102,9 +102,7 @@ class ParameterRecord:
         self.parked = False  # whether the local accumulation buffers hold something of this parameter
         self.awaited = 0  # firings still expected before its buckets are worth sending
         self.fired_in_backward = 0
-        self.streams: list[
-            int
-        ] = []  # handles of device streams on which contributions in .grad or in_hand were written
+        self.streams: list[int] = []  # handles of device streams on which what is not taken yet was written
         self.handle: torch.utils.hooks.RemovableHandle | None = None
 
     def move(self, move: Move) -> None:
